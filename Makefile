@@ -1,0 +1,41 @@
+# One .venv serves the gateway, the drafter tools, the bench and the CPU engine.
+SHELL := /bin/bash
+PYTHON ?= python3
+PORT ?= 8000
+PROFILE ?= deploy/profiles/cpu-smollm2.toml
+DRAFTER ?=
+PY := .venv/bin/python
+STAMP := .venv/.installed
+
+.PHONY: help install model serve test test-fast lint lock clean
+
+help:  ## this text
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) model  ## set-up only: .venv, pinned packages, the small model
+
+$(STAMP): requirements.lock requirements-data.lock pyproject.toml deploy/install.sh $(wildcard deploy/cpu/pyproject.toml deploy/cpu/setup.py)
+	@PYTHON="$(PYTHON)" deploy/install.sh
+
+model: $(STAMP)
+	@$(PY) deploy/cpu/unpack_model.py
+
+serve: install  ## an OpenAI-compatible endpoint on 127.0.0.1:$(PORT); Ctrl-C stops everything
+	@exec $(PY) -m server serve --profile "$(PROFILE)" --port $(PORT) $(if $(DRAFTER),--drafter "$(DRAFTER)")
+
+test: install lint  ## the whole suite, on the real engine
+	$(PY) -m pytest
+
+test-fast: install  ## without engines
+	$(PY) -m pytest -m "not engine and not slow"
+
+lint: $(STAMP)  ## ruff and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+lock: $(STAMP)  ## write requirements.lock anew from what .venv holds
+	@deploy/install.sh --lock
+
+clean:  ## remove .venv and caches (not the models in EYAS_HOME)
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
