@@ -1,0 +1,1 @@
+"""Evidence: acceptance length, speed and losslessness, measured on a running engine."""

@@ -1,0 +1,1 @@
+"""What a drafter learns from, and the prompts it is measured on."""

@@ -1,0 +1,1 @@
+"""The gateway and the engine under it. Nothing here imports torch."""

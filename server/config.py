@@ -1,0 +1,338 @@
+"""One TOML profile = one deployment: target, engine flags, drafters, gateway limits. Unknown keys are refused.
+
+The same schema carries SmolLM2 on two CPU cores and Kimi-K2.5 on eight Blackwells.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from drafter.settings import read_settings
+
+RESERVED_DRAFTERS = ("none", "ngram")
+# Flags that Eyas sets itself from the profile's own keys, or that would let a result be faked or a key leak.
+OWNED_FLAGS = frozenset(
+    [
+        "--model-path",
+        "--model",
+        "--served-model-name",
+        "--trust-remote-code",
+        "--device",
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        "--nnodes",
+        "--dtype",
+        "--quantization",
+        "--context-length",
+        "--max-running-requests",
+        "--mem-fraction-static",
+        "--host",
+        "--port",
+        "--api-key",
+        "--admin-api-key",
+        "--config",
+        "--enable-metrics",
+        "--speculative-algorithm",
+        "--speculative-draft-model-path",
+        "--speculative-draft-model",
+        "--speculative-num-steps",
+        "--speculative-eagle-topk",
+        "--speculative-num-draft-tokens",
+        "--speculative-adaptive",
+        "--speculative-draft-attention-backend",
+        "--speculative-draft-model-quantization",
+        "--speculative-draft-model-revision",
+        "--reasoning-parser",
+        "--tool-call-parser",
+        "--attention-backend",
+        "--prefill-attention-backend",
+        "--decode-attention-backend",
+        "--kv-cache-dtype",
+        "--page-size",
+        "--max-total-tokens",
+    ]
+)
+FAKING_ENVIRONMENT = re.compile(r"^SGLANG_(SIMULATE|DSPARK_SIMULATE)")
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be served: says the file, the key, what was found and what to write instead."""
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Target(Table):
+    """The model that is served. Exactly one of `path` (folder or hub id) and `package` (a Python package that
+    carries the weights as a GGUF file, unpacked by `make install`)."""
+
+    path: str | None = None
+    package: str | None = None
+    revision: str | None = None
+    sha256: Sha256 | None = None
+    served_name: str
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Target:
+        if (self.path is None) == (self.package is None):
+            raise ValueError("needs exactly one of 'path' and 'package'")
+        if self.package and not self.sha256:
+            raise ValueError("a package needs 'sha256', the hash of the GGUF file in it")
+        return self
+
+
+class EngineTable(Table):
+    """Flags of the SGLang process. `env` and `extra_args` carry what has no key of its own."""
+
+    device: Literal["cpu", "cuda"]
+    tp: Count = 1
+    nodes: Count = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    context_length: Count
+    max_running_requests: Count
+    max_total_tokens: Count | None = None
+    mem_fraction: Share | None = None
+    page_size: Count | None = None
+    attention_backend: str | None = None
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    env: dict[str, str] = {}
+    extra_args: list[str] = []
+    on_gateway_exit: Literal["stop", "keep"] = "stop"
+    start_timeout_s: Seconds = 300.0
+    hang_timeout_s: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _nothing_owned(self) -> EngineTable:
+        for arg in self.extra_args:
+            flag = arg.split("=", 1)[0]
+            if flag in OWNED_FLAGS:
+                raise ValueError(f"extra_args has {flag}, which is set from a key of the profile: use that key")
+        for name in self.env:
+            if FAKING_ENVIRONMENT.match(name):
+                raise ValueError(f"env has {name}, which fakes acceptance: remove it")
+        return self
+
+
+class Speculation(Table):
+    """Defaults for every drafter of the profile. `draft_tokens` defaults to num_steps + 1 where topk is 1."""
+
+    num_steps: Count = 3
+    topk: Count = 1
+    draft_tokens: Count | None = None
+    adaptive: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Speculation:
+        if self.topk == 1 and self.draft_tokens not in (None, self.num_steps + 1):
+            raise ValueError(
+                f"draft_tokens is {self.draft_tokens}, but a chain (topk 1) of {self.num_steps} steps always has "
+                f"{self.num_steps + 1}: SGLang would change it silently"
+            )
+        if self.topk > 1 and self.draft_tokens is None:
+            raise ValueError("a tree (topk > 1) needs draft_tokens, the number of tokens verified in one step")
+        return self
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens of one verify step, the root included."""
+        return self.draft_tokens or self.num_steps + 1
+
+
+class NgramTable(Table):
+    """NGRAM's parameters; None leaves SGLang's own default."""
+
+    draft_tokens: Count | None = None
+    min_bfs_breadth: Count | None = None
+    max_bfs_breadth: Count | None = None
+    match_type: Literal["BFS", "PROB"] | None = None
+    max_trie_depth: Count | None = None
+    capacity: Count | None = None
+    external_corpus_path: str | None = None
+    external_sam_budget: Annotated[int, Field(ge=0)] | None = None
+    external_corpus_max_tokens: Count | None = None
+
+
+class DrafterTable(Table):
+    """One drafter of the profile: a folder (EAGLE3), or NGRAM with its parameters.
+
+    `layer_ids` restates the drafter's own `eagle_config` and must agree with it; the folder is never changed.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    sha256: Sha256 | None = None
+    algorithm: Literal["EAGLE3", "NGRAM"] = "EAGLE3"
+    layer_ids: list[int] | None = None
+    attention_backend: str | None = None
+    quantization: str | None = None
+    num_steps: Count | None = None
+    topk: Count | None = None
+    draft_tokens: Count | None = None
+    ngram: NgramTable = NgramTable()
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DrafterTable:
+        if self.algorithm == "EAGLE3" and not self.path:
+            raise ValueError("an EAGLE3 drafter needs 'path' (without one, SGLang loads the target as its own drafter)")
+        if self.algorithm == "NGRAM" and self.path:
+            raise ValueError("NGRAM has no weights: remove 'path'")
+        return self
+
+
+class GatewayTable(Table):
+    """Where the gateway listens and what it lets in. Times in seconds, sizes in bytes."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: Annotated[int, Field(ge=0, le=65535)] = 8001
+    max_body_bytes: Count = 32 * 1024 * 1024
+    connect_timeout_s: Seconds = 5.0
+    prefill_timeout_s: Seconds = 600.0
+    decode_timeout_s: Seconds = 120.0
+    heartbeat_after_s: Seconds = 10.0
+    keys_file: str | None = None
+
+
+class CaptureTable(Table):
+    """Which hidden states a capture engine writes, and by which convention the ids are meant."""
+
+    layer_ids: list[int]
+    convention: Literal["input_to_layer", "output_of_layer"]
+
+
+class ArmTable(Table):
+    """One engine that takes requests: started here (`local`) or running elsewhere (`url`)."""
+
+    url: str | None = None
+    local: bool = False
+    drafter: str = "none"
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    engine_keys_file: str | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ArmTable:
+        if bool(self.url) == self.local:
+            raise ValueError("needs exactly one of 'url' and 'local = true'")
+        return self
+
+
+class Profile(Table):
+    """A whole profile. `source` is its file and `sha256` the hash of the file's bytes."""
+
+    source: Path
+    sha256: Sha256
+    target: Target
+    engine: EngineTable
+    default_drafter: str = "none"
+    speculation: Speculation = Speculation()
+    drafters: dict[str, DrafterTable] = {}
+    gateway: GatewayTable = GatewayTable()
+    capture: CaptureTable | None = None
+    arms: dict[str, ArmTable] = {}
+
+    @model_validator(mode="after")
+    def _names(self) -> Profile:
+        if "none" in self.drafters:
+            raise ValueError("drafters.none: 'none' is reserved for serving without speculation")
+        if "ngram" in self.drafters and self.drafters["ngram"].algorithm != "NGRAM":
+            raise ValueError("drafters.ngram: 'ngram' is reserved; its algorithm must be NGRAM")
+        return self
+
+    @property
+    def model_path(self) -> str:
+        """Folder or hub id that the engine loads. A relative folder is taken from the profile's own folder."""
+        if self.target.package:
+            assert self.target.sha256
+            return str(unpacked_model_path(self.target.package, self.target.sha256))
+        assert self.target.path
+        return resolve_path(self.target.path, self.source.parent)
+
+
+def unpacked_model_path(package: str, sha256: str) -> Path:
+    """Where `make install` unpacks a model package: named by the hash of what was in it."""
+    return read_settings().models / f"{package}-{sha256[:12]}"
+
+
+def resolve_path(value: str, base: Path) -> str:
+    """A folder relative to `base` where there is one, or the value as it is (an absolute path, or a hub id)."""
+    path = Path(value).expanduser()
+    if path.is_absolute():
+        return str(path)
+    beside = base / path
+    return str(beside.resolve()) if beside.exists() or value.startswith((".", "/")) else value
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile. Raises ProfileError with one sentence for the first thing wrong."""
+    source = Path(path)
+    try:
+        raw = source.read_bytes()
+    except FileNotFoundError:
+        raise ProfileError(
+            f"profile {source} does not exist: see deploy/profiles/ for those that come with Eyas."
+        ) from None
+    except OSError as error:
+        raise ProfileError(f"profile {source} cannot be read ({error.strerror}).") from None
+    try:
+        tables = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProfileError(f"profile {source} is not TOML: {error}.") from None
+    for owned in ("source", "sha256"):
+        if owned in tables:
+            raise ProfileError(f"profile {source}: unknown key {owned!r}.")
+    try:
+        return Profile(source=source.resolve(), sha256=hashlib.sha256(raw).hexdigest(), **tables)
+    except ValidationError as error:
+        raise ProfileError(f"profile {source}: {_sentence(error)}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = [str(part) for part in first["loc"]]
+    key = ".".join(where) or "profile"
+    if first["type"] == "extra_forbidden":
+        guess = difflib.get_close_matches(where[-1], _keys_beside(where[:-1]), n=1)
+        hint = f"did you mean {guess[0]!r}?" if guess else f"known here: {', '.join(_keys_beside(where[:-1]))}."
+        return f"unknown key {key!r}: {hint}"
+    if first["type"] == "missing":
+        return f"{key!r} is missing."
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{key}: {message} (found {first['input']!r})." if first["type"] != "value_error" else f"{key}: {message}."
+
+
+def _keys_beside(where: list[str]) -> list[str]:
+    """The keys that the table at `where` knows."""
+    table: type[BaseModel] = Profile
+    named: dict[str, type[BaseModel]] = {"drafters": DrafterTable, "arms": ArmTable}
+    parts = iter(where)
+    for part in parts:
+        if part in named:
+            table = named[part]
+            next(parts, None)
+            continue
+        annotation = table.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        table = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return [name for name in table.model_fields if name not in ("source", "sha256") or table is not Profile]
