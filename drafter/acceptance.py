@@ -96,11 +96,17 @@ def is_looping(token_ids: Sequence[int]) -> bool:
 def histogram_of_details(details: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[int]:
     """The histogram in SGLang's `spec_tokens_details`: one object, or a list of them where a request had n answers.
 
-    Raises ValueError where the engine contradicts itself: sum(h) must equal `spec_verify_ct` and sum(i*h[i]) must
-    equal `spec_num_correct_drafts`.
+    Raises ValueError where a field is missing, or where the engine contradicts itself: sum(h) must equal
+    `spec_verify_ct` and sum(i*h[i]) must equal `spec_num_correct_drafts`.
     """
     if not isinstance(details, Mapping):
         return add_histograms(histogram_of_details(answer) for answer in details)
+    for name in ("spec_correct_drafts_histogram", "spec_verify_ct", "spec_num_correct_drafts"):
+        if details.get(name) is None:
+            raise ValueError(
+                f"the engine's speculation details have no {name}, only {sorted(details)}: "
+                "acceptance needs SGLang 0.5.19 or later."
+            )
     histogram = list(details["spec_correct_drafts_histogram"])
     check_histogram(histogram)
     for name, counted in (

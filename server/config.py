@@ -19,7 +19,7 @@ from drafter.settings import read_settings
 RESERVED_DRAFTERS = ("none", "ngram")
 # Flags that Eyas sets itself from the profile's own keys, or that would let a result be faked or a key leak.
 OWNED_FLAGS = frozenset(
-    [
+    (
         "--model-path",
         "--model",
         "--served-model-name",
@@ -40,6 +40,7 @@ OWNED_FLAGS = frozenset(
         "--admin-api-key",
         "--config",
         "--enable-metrics",
+        "--revision",
         "--speculative-algorithm",
         "--speculative-draft-model-path",
         "--speculative-draft-model",
@@ -58,7 +59,7 @@ OWNED_FLAGS = frozenset(
         "--kv-cache-dtype",
         "--page-size",
         "--max-total-tokens",
-    ]
+    )
 )
 FAKING_ENVIRONMENT = re.compile(r"^SGLANG_(SIMULATE|DSPARK_SIMULATE)")
 
@@ -92,8 +93,10 @@ class Target(Table):
     def _one_source(self) -> Target:
         if (self.path is None) == (self.package is None):
             raise ValueError("needs exactly one of 'path' and 'package'")
-        if self.package and not self.sha256:
-            raise ValueError("a package needs 'sha256', the hash of the GGUF file in it")
+        if bool(self.package) != bool(self.sha256):
+            raise ValueError("'package' and 'sha256' (the hash of the GGUF file in it) go together")
+        if self.package and self.revision:
+            raise ValueError("'revision' is for a hub id in 'path': a package is pinned by 'sha256'")
         return self
 
 
@@ -118,7 +121,6 @@ class EngineTable(Table):
     tool_call_parser: str | None = None
     env: dict[str, str] = {}
     extra_args: list[str] = []
-    on_gateway_exit: Literal["stop", "keep"] = "stop"
     start_timeout_s: Seconds = 300.0
     hang_timeout_s: Seconds = 120.0
 
@@ -126,8 +128,10 @@ class EngineTable(Table):
     def _nothing_owned(self) -> EngineTable:
         for arg in self.extra_args:
             flag = arg.split("=", 1)[0]
-            if flag in OWNED_FLAGS:
-                raise ValueError(f"extra_args has {flag}, which is set from a key of the profile: use that key")
+            # argparse takes any unambiguous beginning of a flag for the flag itself.
+            owned = next((known for known in sorted(OWNED_FLAGS) if len(flag) > 2 and known.startswith(flag)), None)
+            if owned:
+                raise ValueError(f"extra_args has {flag}, but {owned} is set from a key of the profile: use that key")
         for name in self.env:
             if FAKING_ENVIRONMENT.match(name):
                 raise ValueError(f"env has {name}, which fakes acceptance: remove it")
@@ -205,37 +209,11 @@ class GatewayTable(Table):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    admin_host: str = "127.0.0.1"
-    admin_port: Annotated[int, Field(ge=0, le=65535)] = 8001
     max_body_bytes: Count = 32 * 1024 * 1024
     connect_timeout_s: Seconds = 5.0
     prefill_timeout_s: Seconds = 600.0
     decode_timeout_s: Seconds = 120.0
     heartbeat_after_s: Seconds = 10.0
-    keys_file: str | None = None
-
-
-class CaptureTable(Table):
-    """Which hidden states a capture engine writes, and by which convention the ids are meant."""
-
-    layer_ids: list[int]
-    convention: Literal["input_to_layer", "output_of_layer"]
-
-
-class ArmTable(Table):
-    """One engine that takes requests: started here (`local`) or running elsewhere (`url`)."""
-
-    url: str | None = None
-    local: bool = False
-    drafter: str = "none"
-    weight: Annotated[float, Field(ge=0)] = 1.0
-    engine_keys_file: str | None = None
-
-    @model_validator(mode="after")
-    def _one_place(self) -> ArmTable:
-        if bool(self.url) == self.local:
-            raise ValueError("needs exactly one of 'url' and 'local = true'")
-        return self
 
 
 class Profile(Table):
@@ -249,8 +227,6 @@ class Profile(Table):
     speculation: Speculation = Speculation()
     drafters: dict[str, DrafterTable] = {}
     gateway: GatewayTable = GatewayTable()
-    capture: CaptureTable | None = None
-    arms: dict[str, ArmTable] = {}
 
     @model_validator(mode="after")
     def _names(self) -> Profile:
@@ -325,7 +301,7 @@ def _sentence(error: ValidationError) -> str:
 def _keys_beside(where: list[str]) -> list[str]:
     """The keys that the table at `where` knows."""
     table: type[BaseModel] = Profile
-    named: dict[str, type[BaseModel]] = {"drafters": DrafterTable, "arms": ArmTable}
+    named: dict[str, type[BaseModel]] = {"drafters": DrafterTable}
     parts = iter(where)
     for part in parts:
         if part in named:

@@ -1,0 +1,1 @@
+"""What a drafter is on disk. numpy and safetensors alone; no torch."""

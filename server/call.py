@@ -1,0 +1,110 @@
+"""A client's request as it comes in: read within a limit, parsed once, and made ready for the engine.
+
+What the gateway adds is spliced into the client's own bytes, so no number or text of theirs is written anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope
+
+from server.errors import ApiError
+
+ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+
+# The gateway sets these itself; a client's own are read and then dropped, so that none stands there twice.
+OWN_FIELDS = ("rid", "return_spec_tokens_details", "stream_options")
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A request as far as the gateway must know it.
+
+    body: what the engine gets. abort_ids: the ids under which the engine can be told to stop; for n > 1 it mints its
+    own, so there are none. wants_*: what the client asked for itself. answers_one: exactly one answer comes back.
+    """
+
+    path: str
+    body: bytes
+    stream: bool
+    wants_usage: bool
+    wants_details: bool
+    abort_ids: list[str]
+    answers_one: bool
+
+
+def read_call(path: str, raw: bytes, rid: str, served_name: str) -> Call:
+    """Parse a client's body once, and splice in what the gateway adds. Raises ApiError for what no engine shall see."""
+    try:
+        asked = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
+    if not isinstance(asked, dict):
+        raise ApiError(400, f"the body is a JSON {type(asked).__name__}, expected an object.", code="invalid_json")
+    model = asked.get("model")
+    if not isinstance(model, str):
+        raise ApiError(400, f"'model' is missing or no string: this server serves {served_name!r}.", param="model")
+    if model != served_name:
+        message = f"model {model!r} does not exist: this server serves {served_name!r}."
+        raise ApiError(404, message, code="model_not_found", param="model")
+    stream = _flag(asked, "stream")
+    options = asked.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise ApiError(400, f"'stream_options' is {options!r}, expected an object.", param="stream_options")
+    added: dict[str, Any] = {"rid": rid, "return_spec_tokens_details": True}
+    if stream:
+        added["stream_options"] = {**(options or {}), "include_usage": True}
+    if any(name in asked for name in OWN_FIELDS):
+        raw = orjson.dumps({name: value for name, value in asked.items() if name not in OWN_FIELDS})
+    prompts = _listed_prompts(asked.get("prompt"))
+    several = asked.get("n", 1) not in (1, None)
+    return Call(
+        path=path,
+        body=raw.rstrip()[:-1] + b"," + orjson.dumps(added)[1:],
+        stream=stream,
+        wants_usage=_flag(options or {}, "include_usage"),
+        wants_details=_flag(asked, "return_spec_tokens_details"),
+        abort_ids=[] if several else [rid] if prompts is None else [f"{rid}_{at}" for at in range(prompts)],
+        answers_one=not several and prompts is None,
+    )
+
+
+def _listed_prompts(prompt: Any) -> int | None:
+    """How many prompts a list holds; None for a single one, which may be a list of token ids."""
+    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else None
+
+
+def _flag(asked: dict[str, Any], name: str) -> bool:
+    """A boolean field; strict, since the gateway and the engine must read it alike."""
+    value = asked.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ApiError(400, f"{name!r} is {value!r}, expected true or false.", param=name)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises ApiError 413 past `limit` bytes, announced or read, and ClientGone."""
+    too_large = ApiError(413, f"the body is larger than {limit} bytes.", code="request_too_large")
+    announced = dict(scope["headers"]).get(b"content-length")
+    if announced is not None and int(announced) > limit:
+        raise too_large
+    parts = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)

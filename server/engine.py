@@ -1,0 +1,358 @@
+"""One SGLang process: started from a profile, waited for, watched, and stopped with everything it started.
+
+Its keys travel in a 0600 file and are scrubbed from every line that leaves its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+import orjson
+import psutil
+
+from drafter.settings import read_settings
+from server import guard
+from server.config import Profile
+from server.launch import (
+    ActiveDrafter,
+    build_launch,
+    changed_arguments,
+    child_environment,
+    resolve_drafter,
+    with_resolved,
+)
+
+State = Literal["new", "starting", "ready", "dead", "hung", "stopped"]
+Progress = Callable[[str], None]
+POLL_S = 0.25
+WATCH_S = 2.0
+PROBE_TIMEOUT_S = 30.0  # /health_generate itself gives up after 20 s
+TAIL_LINES = 20
+# The stages of a start, by what SGLang logs.
+STAGES = (
+    (re.compile(r"Load weight begin"), "loading the target's weights"),
+    (re.compile(r"KV Cache is allocated|Memory pool end"), "allocating the cache"),
+    (re.compile(r"Uvicorn running|Application startup complete"), "warming up"),
+)
+# Lines that say nothing about this engine: model classes that cannot be imported here, and access logs.
+NOISE = re.compile(r'Ignore import error|"(GET|POST) /|^\s*$|kill_process_tree|Received sigquit')
+# What may be read out of /server_info, which also carries both keys.
+RESOLVED = re.compile(
+    r"^(model_path|served_model_name|context_length|dtype|quantization|kv_cache_dtype|page_size|tp_size|device|version"
+    r"|max_running_requests|max_total_num_tokens|.*attention_backend|moe_runner_backend|speculative_\w+)$"
+)
+
+
+class EngineError(RuntimeError):
+    """An engine that did not start, changed what it was asked, or died. The message ends in its last log lines."""
+
+
+class Engine:
+    """One engine. A context manager: `with Engine(profile, drafter="ngram") as engine:` blocks until it is ready.
+
+    profile: the deployment. drafter: a reserved name, a name of the profile, a folder, or None for its default.
+    port: None takes a free one. run_dir: where the log and the key file go (default: a new folder under
+    EYAS_HOME/runs). num_steps, topk, draft_tokens override the profile's for an EAGLE3 drafter.
+    simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
+
+    Raises LaunchError or DrafterError for a combination that cannot be served.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        drafter: str | None = None,
+        *,
+        port: int | None = None,
+        run_dir: Path | None = None,
+        num_steps: int | None = None,
+        topk: int | None = None,
+        draft_tokens: int | None = None,
+        simulate_accept_len: float | None = None,
+    ) -> None:
+        self.profile = profile
+        self.drafter: ActiveDrafter = resolve_drafter(
+            profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
+        )
+        self.state: State = "new"
+        self.detail = ""
+        self.served_name = profile.target.served_name
+        self.simulated = simulate_accept_len is not None
+        self.version = ""
+        self.argv: list[str] = []
+        self.resolved: dict[str, Any] = {}
+        self.api_key = secrets.token_hex(24)
+        self.admin_key = secrets.token_hex(24)
+        self.on_end: Callable[[Engine], None] | None = None
+        self._simulate_accept_len = simulate_accept_len
+        self._run_dir = run_dir
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"}
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.admin_key}"}
+
+    @property
+    def run_dir(self) -> Path:
+        assert self._run_dir, "the run folder is made by start()"
+        return self._run_dir
+
+    @property
+    def log_file(self) -> Path:
+        return self.run_dir / "engine.log"
+
+    @property
+    def key_file(self) -> Path:
+        return self.run_dir / "engine.yaml"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Start and block until one token was generated. Raises EngineError; then nothing is left running."""
+        assert self.state == "new", "an Engine is started once"
+        say = progress or (lambda _: None)
+        try:
+            self._spawn()
+            self._wait_ready(say)
+            self._compare()
+        except BaseException:
+            self.stop()
+            raise
+        self.state = "ready"
+        self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """Stop the whole process group. Safe to call again, and from another thread while start() waits."""
+        self._stopping.set()
+        process = self._process
+        if process is not None:
+            assert process.stdin
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # the guard ends the group
+            try:
+                process.wait(guard.GRACE_S + 5)
+            except subprocess.TimeoutExpired:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+                process.kill()
+                process.wait()
+        if self._run_dir:
+            self.key_file.unlink(missing_ok=True)
+        if self.state not in ("dead", "hung"):
+            self.state = "stopped"
+
+    def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
+        """The last lines of the engine's log that say something, scrubbed of keys."""
+        try:
+            text = self.log_file.read_text(errors="replace")
+        except FileNotFoundError:
+            return []
+        kept = [line for line in self.scrub(text).splitlines() if not NOISE.search(line)]
+        return kept[-lines:]
+
+    def scrub(self, text: str) -> str:
+        """The text without this engine's keys."""
+        return text.replace(self.api_key, "***").replace(self.admin_key, "***")
+
+    def _spawn(self) -> None:
+        if self._run_dir is None:
+            stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+            self._run_dir = read_settings().runs / f"engine-{stamp}-{secrets.token_hex(3)}"
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write_private(self.key_file, orjson.dumps({"api-key": self.api_key, "admin-api-key": self.admin_key}))
+            _write_private(self.log_file, b"")
+        except OSError as error:
+            raise EngineError(
+                f"the engine's run folder {self._run_dir} cannot be written ({error.strerror})."
+            ) from None
+        if self._port is None:
+            self._port = free_port()
+        elif not port_is_free("127.0.0.1", self._port):
+            raise EngineError(f"port {self._port} is taken: stop what listens there, or choose another port.")
+        launch = build_launch(self.profile, self.drafter, port=self._port, config_file=str(self.key_file))
+        self.argv, self._expected = launch.argv, launch.expected
+        environment = child_environment(launch, os.environ, self._simulate_accept_len)
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, *launch.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self._run_dir,
+                start_new_session=True,
+            )
+        self.state = "starting"
+
+    def _wait_ready(self, say: Progress) -> None:
+        timeout = self.profile.engine.start_timeout_s
+        deadline = time.monotonic() + timeout
+        stage = "starting the process"
+        say(stage)
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
+            while True:
+                self._check_alive(stage)
+                if time.monotonic() > deadline:
+                    raise self._failure(
+                        f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
+                    )
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{self.url}/ready").status_code == httpx.codes.OK:
+                        break
+                if (reached := self._stage()) and reached != stage:
+                    stage = reached
+                    say(stage)
+                if self._stopping.wait(POLL_S):
+                    raise EngineError("the engine was stopped while it started.")
+            say("generating one token")
+            self._generate_one(client, deadline - time.monotonic())
+            info = client.get(f"{self.url}/server_info", headers=self.headers)
+            info.raise_for_status()
+        answer = info.json()
+        self.resolved = {name: value for name, value in answer.items() if RESOLVED.match(name)}
+        self.version = str(answer["version"])
+        states = answer.get("internal_states") or [{}]
+        self.resolved["max_running_requests_per_dp"] = states[0].get("effective_max_running_requests_per_dp")
+
+    def _generate_one(self, client: httpx.Client, timeout: float) -> None:
+        body = {"model": self.served_name, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        try:
+            answer = client.post(
+                f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=max(timeout, POLL_S)
+            )
+        except httpx.TransportError as error:
+            self._check_alive("generating its first token")
+            raise self._failure(f"the engine said ready but generated no token ({type(error).__name__})") from None
+        if answer.status_code != httpx.codes.OK:
+            raise self._failure(f"the engine said ready but answered {answer.status_code}: {answer.text[:300]}")
+
+    def _compare(self) -> None:
+        changed = changed_arguments(self._expected, self.resolved)
+        if changed:
+            raise EngineError(
+                "the engine changed what it was asked to run, without a word; it was stopped.\n  "
+                + "\n  ".join(changed)
+                + "\nCorrect the profile so that it asks for what it gets."
+            )
+        self.drafter = with_resolved(self.drafter, self.resolved)
+
+    def _stage(self) -> str | None:
+        text = self.log_file.read_text(errors="replace")
+        return next((name for pattern, name in reversed(STAGES) if pattern.search(text)), None)
+
+    def _check_alive(self, stage: str) -> None:
+        assert self._process
+        code = self._process.poll()
+        if code is not None and not self._stopping.is_set():
+            self.state = "dead"
+            raise self._failure(f"the engine died (exit code {code}) while {stage}")
+
+    def _failure(self, what: str) -> EngineError:
+        tail = "\n  ".join(self.log_tail())
+        return EngineError(f"{what}. Its last log lines ({self.log_file}):\n  {tail}")
+
+    def _watch(self) -> None:
+        """Until stop(): notice that the process died, or that requests run and no token comes."""
+        assert self._process
+        limit = self.profile.engine.hang_timeout_s
+        seen, since = -1.0, time.monotonic()
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            while not self._stopping.wait(min(WATCH_S, limit / 4)):
+                if (code := self._process.poll()) is not None:
+                    self._end("dead", f"the engine died (exit code {code})")
+                    return
+                running, tokens = self._activity(client)
+                if running == 0 or tokens != seen:
+                    seen, since = tokens, time.monotonic()
+                elif time.monotonic() - since > limit and not self._answers(client):
+                    self._end("hung", f"{running:.0f} requests ran for {limit:.0f} s without a token")
+                    return
+
+    def _end(self, state: State, detail: str) -> None:
+        if self._stopping.is_set():
+            return
+        self.state, self.detail = state, detail
+        if self.on_end:
+            self.on_end(self)
+
+    def _activity(self, client: httpx.Client) -> tuple[float, float]:
+        """(requests that run, tokens computed so far), from the engine's own metrics.
+
+        An engine whose HTTP side does not answer counts as one that runs something and makes nothing.
+        """
+        try:
+            text = client.get(f"{self.url}/metrics").text
+        except httpx.TransportError:
+            return 1.0, -1.0
+        running = tokens = 0.0
+        for line in text.splitlines():
+            if line.startswith("sglang:num_running_reqs{"):
+                running += float(line.rpartition(" ")[2])
+            elif line.startswith("sglang:realtime_tokens_total{"):
+                tokens += float(line.rpartition(" ")[2])
+        return running, tokens
+
+    def _answers(self, client: httpx.Client) -> bool:
+        """Whether the engine still generates: the last word before it is called hung."""
+        with contextlib.suppress(httpx.TransportError):
+            return client.get(f"{self.url}/health_generate", timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
+        return False
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)

@@ -1,0 +1,61 @@
+"""Keeps an engine from outliving the process that started it.
+
+Run with a pipe from the starter as standard input and the engine's command as arguments. When the pipe closes,
+however the starter ended, the engine's whole process group is told to stop, then killed. Standard library only.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+GRACE_S = 6.0
+PR_SET_PDEATHSIG = 1
+
+
+def signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def end_group(group: int) -> None:
+    signal_group(group, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    signal_group(group, signal.SIGKILL)
+
+
+def die_with_guard() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> int:
+    # A terminal's Ctrl-C is the starter's business: it closes the pipe when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    engine = subprocess.Popen(
+        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_guard, restore_signals=True
+    )
+    group = engine.pid
+
+    def watch_starter() -> None:
+        sys.stdin.buffer.read()
+        end_group(group)
+
+    threading.Thread(target=watch_starter, daemon=True).start()
+    code = engine.wait()
+    end_group(group)  # a scheduler that no longer answers must not stay behind
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

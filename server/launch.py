@@ -1,0 +1,306 @@
+"""What an engine is started with: a profile and a drafter become argv, environment and a private config file.
+
+Also what to expect afterwards: SGLang changes arguments silently, so the resolved ones are compared with these.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from drafter.checkpoint.folder import DrafterError, DrafterFolder, read_folder
+from server.config import FAKING_ENVIRONMENT, DrafterTable, Profile, resolve_path
+
+SGLANG_VERSION = "0.5.23"
+Algorithm = Literal["NONE", "EAGLE3", "NGRAM"]
+
+# SGLang rewrites --attention-backend to torch_native on a CPU without AMX, which has no EAGLE draft backend; the
+# per-phase flags are left alone. CUDA graphs do not exist here.
+CPU_FLAGS = (
+    ("--prefill-attention-backend", "intel_amx"),
+    ("--decode-attention-backend", "intel_amx"),
+    ("--cuda-graph-backend-decode", "disabled"),
+    ("--cuda-graph-backend-prefill", "disabled"),
+)
+CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # else the first speculative request spends 17 s in inductor
+}
+CPU_MEM_FRACTION = 0.8
+NGRAM_FLAGS = (
+    "min_bfs_breadth",
+    "max_bfs_breadth",
+    "match_type",
+    "max_trie_depth",
+    "capacity",
+    "external_corpus_path",
+    "external_sam_budget",
+    "external_corpus_max_tokens",
+)
+
+
+class LaunchError(ValueError):
+    """A profile and a drafter that cannot be started together."""
+
+
+@dataclass(frozen=True)
+class ActiveDrafter:
+    """What speculates. Steps, topk and draft tokens are those asked for; None where the engine decides."""
+
+    name: str
+    algorithm: Algorithm
+    path: str | None = None
+    sha256: str | None = None
+    num_steps: int | None = None
+    topk: int | None = None
+    draft_tokens: int | None = None
+    table: DrafterTable | None = None
+    folder: DrafterFolder | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One engine process. `argv` holds no key; `environment` is what is added to the inherited one.
+
+    `expected` maps names of `/server_info` to the values that the engine must report after its start.
+    """
+
+    argv: list[str]
+    environment: dict[str, str]
+    expected: dict[str, Any]
+
+
+def resolve_drafter(
+    profile: Profile,
+    name: str | None = None,
+    *,
+    num_steps: int | None = None,
+    topk: int | None = None,
+    draft_tokens: int | None = None,
+) -> ActiveDrafter:
+    """Find a drafter: a reserved name, then `[drafters.NAME]` of the profile, then a folder.
+
+    `num_steps`, `topk` and `draft_tokens` override the profile's for an EAGLE3 drafter.
+    Raises LaunchError or DrafterError.
+    """
+    name = profile.default_drafter if name is None else name
+    if name == "none":
+        return ActiveDrafter("none", "NONE")
+    table = profile.drafters.get(name)
+    if name == "ngram" and table is None:
+        table = DrafterTable(algorithm="NGRAM")
+    base = profile.source.parent
+    if table is None:
+        if not Path(name).expanduser().is_dir():
+            known = ", ".join(["none", "ngram", *(known for known in profile.drafters if known != "ngram")])
+            raise LaunchError(
+                f"drafter {name!r} is neither a name of the profile ({known}) nor a folder: check the spelling."
+            )
+        table, base, name = (
+            DrafterTable(path=str(Path(name).expanduser().resolve())),
+            Path("/"),
+            Path(name).resolve().name,
+        )
+    if table.algorithm == "NGRAM":
+        return ActiveDrafter(name, "NGRAM", draft_tokens=table.ngram.draft_tokens, table=table)
+
+    assert table.path
+    path = resolve_path(table.path, base)
+    folder = read_folder(Path(path)) if is_local(path) else None
+    if table.sha256 and folder and folder.sha256 != table.sha256:
+        raise DrafterError(
+            f"drafter {path} has sha256 {folder.sha256}, the profile names {table.sha256}: it was changed. "
+            "Name the new hash if you trust it."
+        )
+    if table.layer_ids is not None and folder and folder.layer_ids != table.layer_ids:
+        raise DrafterError(
+            f"drafter {path} captures layers {folder.layer_ids}, the profile says {table.layer_ids}: only the folder's "
+            "eagle_config counts for the engine, so write them there."
+        )
+    longest, context = folder.max_context if folder else None, profile.engine.context_length
+    if longest is not None and longest < context:
+        raise DrafterError(
+            f"drafter {path} allows {longest:,} tokens of context, the profile asks for {context:,}, and the engine "
+            f"would refuse to start: set context_length = {longest} or less."
+        )
+    asked = profile.speculation
+    chosen_topk = topk or table.topk or asked.topk
+    chosen_steps = num_steps or table.num_steps or asked.num_steps
+    chosen_tokens = draft_tokens or table.draft_tokens or (asked.draft_tokens if chosen_topk > 1 else None)
+    if chosen_topk == 1:
+        if chosen_tokens not in (None, chosen_steps + 1):
+            raise LaunchError(
+                f"drafter {name}: a chain of {chosen_steps} steps verifies {chosen_steps + 1} tokens, "
+                f"not {chosen_tokens}: leave draft_tokens out."
+            )
+        chosen_tokens = chosen_steps + 1
+    elif chosen_tokens is None:
+        raise LaunchError(
+            f"drafter {name}: a tree (topk {chosen_topk}) needs draft_tokens, the tokens verified in one step."
+        )
+    return ActiveDrafter(
+        name, "EAGLE3", path, folder.sha256 if folder else None, chosen_steps, chosen_topk, chosen_tokens, table, folder
+    )
+
+
+def build_launch(profile: Profile, drafter: ActiveDrafter, *, port: int, config_file: str) -> Launch:
+    """The engine's command, environment and expectations. Starts nothing, needs no GPU.
+
+    `config_file` will hold the keys; its name must end in `.yaml`.
+    """
+    engine, target = profile.engine, profile.target
+    on_cpu = engine.device == "cpu"
+    local = is_local(profile.model_path)
+    flags: list[tuple[str, object]] = [
+        ("--config", config_file),
+        ("--model-path", profile.model_path),
+        ("--revision", target.revision),
+        ("--served-model-name", target.served_name),
+        ("--trust-remote-code", target.trust_remote_code),
+        ("--host", "127.0.0.1"),
+        ("--port", port),
+        ("--device", engine.device),
+        ("--tp", engine.tp if engine.tp > 1 else None),
+        ("--nnodes", engine.nodes if engine.nodes > 1 else None),
+        ("--dtype", engine.dtype),
+        ("--quantization", engine.quantization),
+        ("--kv-cache-dtype", engine.kv_cache_dtype),
+        ("--context-length", engine.context_length),
+        ("--max-running-requests", engine.max_running_requests),
+        ("--max-total-tokens", engine.max_total_tokens),
+        ("--mem-fraction-static", engine.mem_fraction or (CPU_MEM_FRACTION if on_cpu else None)),
+        ("--page-size", engine.page_size),
+        ("--attention-backend", engine.attention_backend),
+        ("--prefill-attention-backend", engine.prefill_attention_backend),
+        ("--decode-attention-backend", engine.decode_attention_backend),
+        ("--reasoning-parser", engine.reasoning_parser),
+        ("--tool-call-parser", engine.tool_call_parser),
+        ("--enable-metrics", True),
+    ]
+    if on_cpu:
+        given = {flag for flag, value in flags if value is not None}
+        flags += [(flag, value) for flag, value in CPU_FLAGS if flag not in given]
+    flags += _speculation_flags(profile, drafter)
+    argv = [sys.executable, "-m", "sglang.launch_server"]
+    for flag, value in flags:
+        if value is True:
+            argv.append(flag)
+        elif value not in (None, False):
+            argv += [flag, str(value)]
+    argv += engine.extra_args
+    environment = {**(CPU_ENVIRONMENT if on_cpu else {}), **({"HF_HUB_OFFLINE": "1"} if local else {}), **engine.env}
+    return Launch(argv, environment, _expected(profile, drafter))
+
+
+def child_environment(
+    launch: Launch, inherited: Mapping[str, str], simulate_accept_len: float | None = None
+) -> dict[str, str]:
+    """The engine's whole environment: inherited, less what fakes acceptance or is ours, plus the launch's.
+
+    `simulate_accept_len` is the only way to a simulated acceptance length (cost measurement: every step accepts that
+    many tokens, whatever the drafter says).
+    """
+    environment = {
+        name: value
+        for name, value in inherited.items()
+        if not FAKING_ENVIRONMENT.match(name) and not name.startswith("EYAS_")
+    }
+    # The engine's helpers (ninja) live beside its interpreter.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', os.defpath)}"
+    environment.update(launch.environment)
+    if simulate_accept_len is not None:
+        environment["SGLANG_SIMULATE_ACC_LEN"] = str(simulate_accept_len)
+    return environment
+
+
+def ngram_obstacle(environ: Mapping[str, str]) -> str | None:
+    """Why NGRAM cannot start here, or None: SGLang compiles its C++ helper at the first start."""
+    compiler = environ.get("CXX", "c++")
+    if shutil.which(compiler, path=environ.get("PATH")):
+        return None
+    return f"NGRAM needs a C++ compiler ({compiler} was not found; Debian: apt-get install g++)"
+
+
+def changed_arguments(expected: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
+    """One line for each argument that the engine changed by itself."""
+    return [
+        f"{name}: asked for {wanted!r}, the engine runs with {resolved.get(name)!r}"
+        for name, wanted in expected.items()
+        if resolved.get(name) != wanted
+    ]
+
+
+def with_resolved(drafter: ActiveDrafter, resolved: Mapping[str, Any]) -> ActiveDrafter:
+    """The drafter with the steps, topk and draft tokens that the engine really runs."""
+    if drafter.algorithm == "NONE":
+        return drafter
+    return replace(
+        drafter,
+        num_steps=resolved["speculative_num_steps"],
+        topk=resolved["speculative_eagle_topk"],
+        draft_tokens=resolved["speculative_num_draft_tokens"],
+    )
+
+
+def is_local(path: str) -> bool:
+    return Path(path).is_absolute()
+
+
+def _speculation_flags(profile: Profile, drafter: ActiveDrafter) -> list[tuple[str, object]]:
+    if drafter.algorithm == "NONE":
+        return []
+    table = drafter.table
+    assert table
+    flags: list[tuple[str, object]] = [
+        ("--speculative-algorithm", drafter.algorithm),
+        ("--speculative-num-draft-tokens", drafter.draft_tokens),
+    ]
+    if drafter.algorithm == "NGRAM":
+        return flags + [
+            (f"--speculative-ngram-{name.replace('_', '-')}", getattr(table.ngram, name)) for name in NGRAM_FLAGS
+        ]
+    draft_backend = table.attention_backend or ("intel_amx" if profile.engine.device == "cpu" else None)
+    return [
+        *flags,
+        ("--speculative-draft-model-path", drafter.path),
+        ("--speculative-draft-model-revision", table.revision),
+        ("--speculative-num-steps", drafter.num_steps),
+        ("--speculative-eagle-topk", drafter.topk),
+        ("--speculative-draft-attention-backend", draft_backend),
+        ("--speculative-draft-model-quantization", table.quantization),
+        ("--speculative-adaptive", profile.speculation.adaptive),
+    ]
+
+
+def _expected(profile: Profile, drafter: ActiveDrafter) -> dict[str, Any]:
+    expected: dict[str, Any] = {
+        "model_path": profile.model_path,
+        "served_model_name": profile.target.served_name,
+        "context_length": profile.engine.context_length,
+        "max_running_requests": profile.engine.max_running_requests,
+        "speculative_algorithm": None if drafter.algorithm == "NONE" else drafter.algorithm,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+    }
+    if profile.engine.dtype != "auto":
+        expected["dtype"] = profile.engine.dtype
+    if drafter.algorithm == "EAGLE3":
+        expected |= {
+            "speculative_draft_model_path": drafter.path,
+            "speculative_num_steps": drafter.num_steps,
+            "speculative_eagle_topk": drafter.topk,
+            "speculative_num_draft_tokens": drafter.draft_tokens,
+            "speculative_adaptive": profile.speculation.adaptive,
+        }
+    elif drafter.algorithm == "NGRAM":
+        assert drafter.table
+        ngram = drafter.table.ngram
+        named = {f"speculative_ngram_{name}": getattr(ngram, name) for name in NGRAM_FLAGS}
+        named["speculative_num_draft_tokens"] = drafter.draft_tokens
+        expected |= {name: value for name, value in named.items() if value is not None}
+    return expected
