@@ -60,6 +60,16 @@ MEASURED_KEYS: dict[str, Kinds] = {
     "categories": (dict,),
     "requests": (list,),
 }
+# Keys that an "ok" variant has where the figure is defined.
+DEFINED_KEYS: dict[str, Kinds] = {
+    "full_acc": (list,),
+    "cond_acc": (list,),
+    "flatness": NUMBER,
+    "ttft_ms_p50": NUMBER,
+    "tpot_ms_p50": NUMBER,
+    "itl_ms_p99": NUMBER,
+    "greedy_equal": (dict,),
+}
 REQUEST_KEYS: dict[str, Kinds] = {
     "prompt_id": (str,),
     "category": (str,),
@@ -148,6 +158,9 @@ def _check_measured(variant: Any, where: str) -> None:
             check_histogram(request["histogram"])
         except ValueError as error:
             raise ReportError(f"{where}.requests[{index}]: {error}") from None
+    _check_keys(variant, {name: kinds for name, kinds in DEFINED_KEYS.items() if name in variant}, where)
+    if "greedy_equal" in variant:
+        _check_keys(variant["greedy_equal"], {"equal": (int,), "total": (int,)}, f"{where}: greedy_equal")
     for name, kept in (
         ("acceptance_length", variant["requests"]),
         ("acceptance_length_no_loops", [request for request in variant["requests"] if not request["looping"]]),
@@ -161,6 +174,8 @@ def _check_measured(variant: Any, where: str) -> None:
                 f"{where}: {name!r} is {stated if stated is not None else 'absent'}, but its requests give {counted}: "
                 "the report was edited; measure again."
             )
+    if "acceptance_length" in variant:
+        _check_keys(variant, {"full_acc": (list,), "cond_acc": (list,)}, where)
 
 
 def _check_keys(table: Any, keys: Mapping[str, Kinds], where: str) -> None:

@@ -285,7 +285,8 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def _sentence(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
+    # A misspelt key first: what is reported missing is often what it was meant to be.
+    first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     where = [str(part) for part in first["loc"]]
     key = ".".join(where) or "profile"
     if first["type"] == "extra_forbidden":

@@ -171,7 +171,8 @@ class Engine:
                 process.kill()
                 process.wait()
         if self._run_dir:
-            self.key_file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.key_file.unlink(missing_ok=True)
         if self.state not in ("dead", "hung"):
             self.state = "stopped"
 
@@ -189,6 +190,10 @@ class Engine:
         return text.replace(self.api_key, "***").replace(self.admin_key, "***")
 
     def _spawn(self) -> None:
+        if self._port is None:
+            self._port = free_port()
+        elif not port_is_free("127.0.0.1", self._port):
+            raise EngineError(f"port {self._port} is taken: stop what listens there, or choose another port.")
         if self._run_dir is None:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self._run_dir = read_settings().runs / f"engine-{stamp}-{secrets.token_hex(3)}"
@@ -200,10 +205,6 @@ class Engine:
             raise EngineError(
                 f"the engine's run folder {self._run_dir} cannot be written ({error.strerror})."
             ) from None
-        if self._port is None:
-            self._port = free_port()
-        elif not port_is_free("127.0.0.1", self._port):
-            raise EngineError(f"port {self._port} is taken: stop what listens there, or choose another port.")
         launch = build_launch(self.profile, self.drafter, port=self._port, config_file=str(self.key_file))
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)

@@ -39,16 +39,18 @@ def die_with_guard() -> None:
 
 
 def main() -> int:
-    # A terminal's Ctrl-C is the starter's business: it closes the pipe when it is done.
+    # A terminal's Ctrl-C is the starter's business: it closes the pipe when it is done. A handler that does nothing,
+    # not SIG_IGN, which the engine would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
     engine = subprocess.Popen(
         sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_guard, restore_signals=True
     )
     group = engine.pid
 
     def watch_starter() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1024):
+            pass
         end_group(group)
 
     threading.Thread(target=watch_starter, daemon=True).start()

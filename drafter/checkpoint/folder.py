@@ -40,6 +40,7 @@ REQUIRED_BY_BOTH = (
     "input_layernorm.weight",
     "hidden_norm.weight",
     "post_attention_layernorm.weight",
+    "norm.weight",
 )
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 
@@ -149,9 +150,9 @@ def _read_config(file: Path) -> dict[str, Any]:
 def _check_tensors(folder: DrafterFolder) -> None:
     where, tensors, config = folder.path, folder.tensors, folder.config
     required = REQUIRED[folder.architecture] + REQUIRED_BY_BOTH
-    missing = [end for end in required if not any(name.endswith(end) for name in tensors)]
+    missing = [end for end in required if not any(_is_named(name, end) for name in tensors)]
     rows = config.get("draft_vocab_size")
-    if rows is not None and not any(name.endswith("lm_head.weight") for name in tensors):
+    if rows is not None and not any(_is_named(name, "lm_head.weight") for name in tensors):
         missing.append("lm_head.weight")
     if missing:
         raise DrafterError(
@@ -160,13 +161,13 @@ def _check_tensors(folder: DrafterFolder) -> None:
         )
     if rows is None:
         return
-    head = next(info for name, info in tensors.items() if name.endswith("lm_head.weight"))
+    head = next(info for name, info in tensors.items() if _is_named(name, "lm_head.weight"))
     if head.shape[0] != rows:
         raise DrafterError(
             f"drafter {where}: lm_head.weight has {head.shape[0]:,} rows but draft_vocab_size is {rows:,}: "
             "make config.json and the weights agree."
         )
-    d2t = next((info for name, info in tensors.items() if name == "d2t" or name.endswith(".d2t")), None)
+    d2t = next((info for name, info in tensors.items() if _is_named(name, "d2t")), None)
     if d2t is None and rows != config.get("vocab_size"):
         raise DrafterError(
             f"drafter {where} drafts over {rows} of {config.get('vocab_size')} tokens but has no d2t: SGLang would "
@@ -177,6 +178,10 @@ def _check_tensors(folder: DrafterFolder) -> None:
             f"drafter {where}: d2t is {d2t.dtype} {list(d2t.shape)}, expected integers [{rows}]: "
             "one for each draft token."
         )
+
+
+def _is_named(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
 
 
 def _identity(files: list[Path]) -> str:

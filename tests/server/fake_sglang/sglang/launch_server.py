@@ -1,0 +1,103 @@
+"""FAKE `python -m sglang.launch_server`: answers what an Engine asks, and misbehaves as FAKE_SGLANG tells it.
+
+FAKE_SGLANG is a comma list of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
+change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
+no token comes).
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+CUES = [cue for cue in os.environ.get("FAKE_SGLANG", "").split(",") if cue]
+
+
+def flags(argv):
+    found, at = {}, 0
+    while at < len(argv):
+        bare = at + 1 == len(argv) or argv[at + 1].startswith("--")
+        found[argv[at][2:].replace("-", "_")] = True if bare else argv[at + 1]
+        at += 1 if bare else 2
+    return found
+
+
+ASKED = flags(sys.argv[1:])
+KEYS = json.loads(Path(ASKED["config"]).read_text())
+print("server_args=" + json.dumps({**ASKED, **KEYS}), flush=True)
+print("Load weight begin. avail mem=1 GB", flush=True)
+if "die" in CUES:
+    print("RuntimeError: the fake was told to die", flush=True)
+    sys.exit(3)
+if "stubborn" in CUES:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    print(f"stubborn child {child.pid}", flush=True)
+
+RESOLVED = {
+    "model_path": ASKED["model_path"],
+    "served_model_name": ASKED["served_model_name"],
+    "context_length": int(ASKED["context_length"]),
+    "max_running_requests": int(ASKED["max_running_requests"]),
+    "dtype": ASKED["dtype"],
+    "speculative_algorithm": ASKED.get("speculative_algorithm"),
+    "speculative_num_steps": int(ASKED.get("speculative_num_steps", 0)),
+    "speculative_eagle_topk": int(ASKED.get("speculative_eagle_topk", 10)),
+    "speculative_num_draft_tokens": int(ASKED.get("speculative_num_draft_tokens", 12)),
+    "speculative_draft_model_path": ASKED.get("speculative_draft_model_path"),
+    "speculative_adaptive": "speculative_adaptive" in ASKED,
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "environment": dict(os.environ),
+    **KEYS,
+}
+for cue in CUES:
+    if cue.startswith("change:"):
+        name, _, value = cue.removeprefix("change:").partition("=")
+        RESOLVED[name] = json.loads(value)
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, status, body):
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        if self.path == "/ready":
+            self.answer(503 if "never-ready" in CUES else 200, "")
+        elif self.path == "/server_info":
+            self.answer(200, {**RESOLVED, "version": "0.0.fake", "internal_states": [{}]})
+        elif self.path == "/metrics":
+            running = 1 if "hang" in CUES else 0
+            self.answer(
+                200, f'sglang:num_running_reqs{{a="b"}} {running}.0\nsglang:realtime_tokens_total{{a="b"}} 7.0\n'
+            )
+        elif self.path == "/health_generate":
+            self.answer(503 if "hang" in CUES else 200, "")
+        else:
+            self.answer(404, "")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.headers["authorization"] != f"Bearer {KEYS['api-key']}":
+            self.answer(401, {"error": "Unauthorized"})
+        else:
+            self.answer(500 if "no-token" in CUES else 200, {"choices": [{"text": "x"}]})
+
+    def log_message(self, *args):
+        pass
+
+
+if "die-later" in CUES:
+    threading.Thread(target=lambda: (time.sleep(2.0), print("fake: dying now", flush=True), os._exit(9))).start()
+print("Uvicorn running", flush=True)
+ThreadingHTTPServer(("127.0.0.1", int(ASKED["port"])), Handler).serve_forever()

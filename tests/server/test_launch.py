@@ -1,0 +1,219 @@
+"""A profile and a drafter become argv and environment; `python -m server plan` shows them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafter.checkpoint.folder import DrafterError, read_folder
+from server.config import load_profile
+from server.launch import (
+    LaunchError,
+    build_launch,
+    changed_arguments,
+    child_environment,
+    ngram_obstacle,
+    resolve_drafter,
+)
+from server.plan import warnings_of
+from tests.server.drafters import write_drafter
+
+REPO = Path(__file__).parents[2]
+BASE = """
+[target]
+path = "./model"
+served_name = "m"
+[engine]
+device = "{device}"
+context_length = 1024
+max_running_requests = 4
+env = {{NCCL_PROTO = "LL"}}
+extra_args = ["--decode-log-interval", "1"]
+[speculation]
+num_steps = 5
+[drafters.mine]
+path = "./mine"
+[drafters.tree]
+path = "./mine"
+topk = 4
+num_steps = 2
+draft_tokens = 8
+[drafters.ngram]
+algorithm = "NGRAM"
+ngram = {{draft_tokens = 6, max_bfs_breadth = 1}}
+"""
+
+
+@pytest.fixture
+def profile(tmp_path):
+    def make(device="cpu", edit=("", "")):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        write_drafter(tmp_path / "mine")
+        (tmp_path / "profile.toml").write_text(BASE.format(device=device).replace(*edit))
+        return load_profile(tmp_path / "profile.toml")
+
+    return make
+
+
+def flags(profile, drafter):
+    argv = build_launch(profile, resolve_drafter(profile, drafter), port=1234, config_file="k.yaml").argv
+    return {flag: argv[at + 1] if at + 1 < len(argv) else "" for at, flag in enumerate(argv) if flag.startswith("--")}
+
+
+def test_argv_on_a_cpu(profile, tmp_path):
+    found = flags(profile(), "mine")
+    assert found["--speculative-algorithm"] == "EAGLE3"
+    assert found["--speculative-draft-model-path"] == str(tmp_path / "mine")
+    assert (found["--speculative-num-steps"], found["--speculative-eagle-topk"]) == ("5", "1")
+    assert found["--speculative-num-draft-tokens"] == "6"
+    assert found["--speculative-draft-attention-backend"] == "intel_amx"
+    assert found["--decode-log-interval"] == "1"
+    assert found["--host"] == "127.0.0.1"
+    assert "--tp" not in found and "--api-key" not in found
+
+
+def test_argv_of_a_tree_of_ngram_and_of_none(profile):
+    tree = flags(profile(), "tree")
+    assert [tree[f"--speculative-{name}"] for name in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
+        "2",
+        "4",
+        "8",
+    ]
+    ngram = flags(profile(), "ngram")
+    assert ngram["--speculative-num-draft-tokens"] == "6" and ngram["--speculative-ngram-max-bfs-breadth"] == "1"
+    assert "--speculative-num-steps" not in ngram
+    assert not [flag for flag in flags(profile(), "none") if flag.startswith("--speculative")]
+
+
+def test_a_gpu_profile_gets_nothing_of_the_cpu(profile):
+    launch = build_launch(profile("cuda"), resolve_drafter(profile("cuda"), "mine"), port=1, config_file="k.yaml")
+    assert "intel_amx" not in launch.argv
+    assert launch.environment == {"NCCL_PROTO": "LL", "HF_HUB_OFFLINE": "1"}
+
+
+def test_a_folder_is_a_drafter_too(profile, tmp_path, monkeypatch):
+    made = profile()
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "mine"), "./mine"):
+        drafter = resolve_drafter(made, name)
+        assert drafter.path == str(tmp_path / "mine")
+        assert drafter.sha256 == read_folder(tmp_path / "mine").sha256
+    override = resolve_drafter(made, "mine", num_steps=2)
+    assert (override.num_steps, override.topk, override.draft_tokens) == (2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("mina", {}, "neither a name of the profile (none, ngram, mine, tree) nor a folder"),
+        ("mine", {"topk": 4}, "needs draft_tokens"),
+        ("mine", {"draft_tokens": 9}, "a chain of 5 steps verifies 6 tokens, not 9"),
+    ],
+)
+def test_combinations_that_cannot_be_served(profile, name, options, message):
+    with pytest.raises(LaunchError) as caught:
+        resolve_drafter(profile(), name, **options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            ('[drafters.mine]\npath = "./mine"', f'[drafters.mine]\npath = "./mine"\nsha256 = "{"0" * 64}"'),
+            "it was changed",
+        ),
+        (
+            ('[drafters.mine]\npath = "./mine"', '[drafters.mine]\npath = "./mine"\nlayer_ids = [1]'),
+            "captures layers [1, 2, 3]",
+        ),
+        (('[drafters.mine]\npath = "./mine"', '[drafters.mine]\npath = "./gone"'), "is not a folder"),
+        (("context_length = 1024", "context_length = 4096"), "allows 2,048 tokens of context"),
+    ],
+)
+def test_a_drafter_that_does_not_fit(profile, edit, message):
+    made = profile(edit=edit)
+    with pytest.raises(DrafterError) as caught:
+        resolve_drafter(made, "mine")
+    assert message in str(caught.value)
+
+
+def test_environment_of_the_child(profile):
+    launch = build_launch(profile(), resolve_drafter(profile(), "none"), port=1, config_file="k.yaml")
+    inherited = {
+        "PATH": "/bin",
+        "SGLANG_SIMULATE_ACC_LEN": "4",
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE": "x",
+        "SGLANG_DSPARK_SIMULATE_FOLD": "1",
+        "EYAS_KEYS_FILE": "/keys",
+        "SGLANG_CACHE_DIR": "/cache",
+    }
+    child = child_environment(launch, inherited)
+    assert not [name for name in child if "SIMULATE" in name or name.startswith("EYAS_")]
+    assert (
+        child["SGLANG_CACHE_DIR"] == "/cache" and child["NCCL_PROTO"] == "LL" and child["SGLANG_USE_CPU_ENGINE"] == "1"
+    )
+    assert child["PATH"].endswith(f"{os.pathsep}/bin")
+    assert child_environment(launch, inherited, 1.0)["SGLANG_SIMULATE_ACC_LEN"] == "1.0"
+
+
+def test_ngram_without_a_compiler():
+    assert "compiler" in (ngram_obstacle({"PATH": "/nonexistent"}) or "")
+    assert "clang-99" in (ngram_obstacle({"PATH": os.environ["PATH"], "CXX": "clang-99"}) or "")
+    assert ngram_obstacle({"PATH": os.environ["PATH"], "CXX": "sh"}) is None
+
+
+def test_what_the_engine_changed_is_listed():
+    lines = changed_arguments({"a": 1, "b": None, "c": "x"}, {"a": 2, "b": None})
+    assert lines == ["a: asked for 1, the engine runs with 2", "c: asked for 'x', the engine runs with None"]
+
+
+def test_warnings_on_blackwell(profile):
+    made = profile("cuda", edit=("[speculation]", 'quantization = "modelopt_fp4"\n[speculation]'))
+    text = "\n".join(warnings_of(made, resolve_drafter(made, "mine")))
+    assert 'attention_backend = "flashinfer"' in text
+    assert 'quantization = "unquant"' in text
+    assert "mem_fraction is not set" in text
+    assert "topk above 1" in "\n".join(warnings_of(made, resolve_drafter(made, "tree")))
+
+
+def run(*argv, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "server", *argv], capture_output=True, text=True, cwd=REPO, env={**os.environ, **env}
+    )
+
+
+def test_plan_on_the_command_line():
+    kimi = "deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml"
+    shown = run("plan", "--profile", kimi, "--drafter", "lightseek-mha")
+    assert shown.returncode == 0
+    assert "--speculative-draft-attention-backend flashinfer" in shown.stdout
+    assert "# warning: " in shown.stdout
+    plan = json.loads(run("plan", "--profile", kimi, "--json").stdout)
+    assert plan["drafter"]["name"] == "lightseek-mla"
+    assert plan["argv"][plan["argv"].index("--tp") + 1] == "8"
+    assert not [arg for arg in plan["argv"] if "api-key" in arg]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["plan", "--profile", "none.toml"], 1, "eyas: profile none.toml does not exist"),
+        (
+            ["plan", "--profile", "deploy/profiles/cpu-smollm2.toml", "--drafter", "x"],
+            1,
+            "eyas: drafter 'x' is neither",
+        ),
+        (["serve", "--profile", "pyproject.toml"], 1, "eyas: profile pyproject.toml: "),
+        (["plan"], 2, "--profile"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_errors_on_the_command_line(argv, code, message):
+    shown = run(*argv)
+    assert shown.returncode == code
+    assert message in shown.stderr
+    assert "Traceback" not in shown.stderr and shown.stdout == ""
