@@ -20,8 +20,9 @@ SGLANG_VERSION = "0.5.23"
 Algorithm = Literal["NONE", "EAGLE3", "NGRAM"]
 
 # SGLang rewrites --attention-backend to torch_native on a CPU without AMX, which has no EAGLE draft backend; the
-# per-phase flags are left alone. CUDA graphs do not exist here.
-CPU_FLAGS = (
+# per-phase flags are left alone. CUDA graphs do not exist here. An idle scheduler would spin on one of the few cores.
+CPU_FLAGS: tuple[tuple[str, object], ...] = (
+    ("--sleep-on-idle", True),
     ("--prefill-attention-backend", "intel_amx"),
     ("--decode-attention-backend", "intel_amx"),
     ("--cuda-graph-backend-decode", "disabled"),

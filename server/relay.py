@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import secrets
+from collections.abc import Coroutine
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +32,7 @@ from server.errors import (
     send_error,
 )
 from server.metrics import Metrics
-from server.sse import AnswerStream, details_of, drop_details
+from server.sse import PIECE, AnswerStream, details_of, drop_details
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Relay:
         self.arm = arm
         self.gateway = gateway
         self.metrics = metrics
+        self._pumps: set[asyncio.Task[None]] = set()
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -65,7 +67,11 @@ class Relay:
         )
 
     async def close(self) -> None:
-        """Let the aborts under way end, then close the pool."""
+        """Give up what still runs, tell the engine so, and close the pool."""
+        for pump in self._pumps:
+            pump.cancel()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
         await self.session.close()
@@ -100,6 +106,13 @@ class Relay:
         finally:
             self.metrics.inflight.dec()
             self._count(path, exchange.status)
+
+    def start_pump(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `pump` as a task that `close` knows of."""
+        task = asyncio.create_task(pump)
+        self._pumps.add(task)
+        task.add_done_callback(self._pumps.discard)
+        return task
 
     def abort(self, call: Call) -> None:
         """Tell the engine to stop `call`, whatever becomes of the request's own task.
@@ -170,37 +183,44 @@ class Exchange:
         self.next_ping_at = self.alive_at + relay.gateway.heartbeat_after_s
 
     async def run(self, receive: Receive) -> None:
-        """Relay the call to its end: the answer's, the client's leaving, or the engine's silence."""
-        pump = asyncio.create_task(self._pump())
+        """Relay the call to its end: the answer's, the client's leaving, the engine's silence, or our own stop."""
+        pump = self.relay.start_pump(self._pump())
         watch = asyncio.create_task(_client_gone(receive))
-        stalled = False
         try:
-            while not pump.done():
-                await asyncio.wait((pump, watch), timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED)
-                if pump.done() or (watch.done() and not self.finished):
-                    break
-                if self.finished:
-                    await pump
-                elif self._is_stalled():
-                    stalled = True
-                    break
-                elif self._ping_is_due():
-                    await self._ping()
+            end = await self._mind(pump, watch)
+        except asyncio.CancelledError:
+            end = "stopping"  # the server ends its last requests so; a client is owed an end that it can read
         finally:
             watch.cancel()
-            left = not pump.done()
-            if left:
+            if not pump.done():
                 pump.cancel()
-                await asyncio.wait((pump,))  # the engine's connection is closed before it is told to stop
-                self.relay.abort(self.call)
-        if stalled:
-            await self._fail(ApiError(504, "the engine was silent for too long.", code="engine_timeout"), "timeout")
-        elif left:
+                await asyncio.wait((pump,))
+        if end == "answered":
+            pump.result()
+        elif end == "gone":
             phase = "answering" if self.first_frame_at is not None else "waiting"
             self.relay.metrics.disconnects.labels(phase).inc()
             self.status = 499
+        elif end == "silent":
+            await self._fail(ApiError(504, "the engine was silent for too long.", code="engine_timeout"), "timeout")
         else:
-            pump.result()
+            await self._fail(ApiError(503, "the server is stopping.", code="server_stopping"), "stopping")
+
+    async def _mind(self, pump: asyncio.Task[None], watch: asyncio.Task[None]) -> str:
+        """Look after both tasks until one of them, or the engine's silence, ends the exchange. Returns which."""
+        while not pump.done():
+            await asyncio.wait((pump, watch), timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED)
+            if self.finished:
+                await pump
+            elif pump.done():
+                break
+            elif watch.done():
+                return "gone"
+            elif perf_counter() >= self._deadline():
+                return "silent"
+            elif self._ping_is_due():
+                await self._ping()
+        return "answered"
 
     def _deadline(self) -> float:
         """When the engine's silence is too long. A plain answer's length shows only at its end: it has none."""
@@ -210,9 +230,6 @@ class Exchange:
         begun = self.first_frame_at is not None
         return self.alive_at + (gateway.decode_timeout_s if begun else gateway.prefill_timeout_s)
 
-    def _is_stalled(self) -> bool:
-        return perf_counter() >= self._deadline()
-
     def _ping_is_due(self) -> bool:
         return self.call.stream and self.first_frame_at is None and perf_counter() >= self.next_ping_at
 
@@ -220,10 +237,11 @@ class Exchange:
         """Seconds until this exchange must look after its tasks again, None for never."""
         if not self.call.stream:
             return None
-        until = self._deadline()
+        now = perf_counter()
+        until = min(self._deadline(), now + self.relay.gateway.decode_timeout_s)
         if self.first_frame_at is None:
             until = min(until, self.next_ping_at)
-        return max(0.0, until - perf_counter()) if until < math.inf else self.relay.gateway.decode_timeout_s
+        return max(0.0, until - now)
 
     async def _ping(self) -> None:
         if not self.started:
@@ -234,6 +252,11 @@ class Exchange:
     async def _pump(self) -> None:
         try:
             await self._relay()
+        except asyncio.CancelledError:
+            # By now the engine's connection is closed, which is what stops it; the abort comes after.
+            if not self.finished:
+                self.relay.abort(self.call)
+            raise
         except ApiError as error:
             await self._fail(error, "status")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
@@ -260,7 +283,7 @@ class Exchange:
                 self.alive_at = perf_counter()
                 continue
             if self.first_frame_at is None:
-                if frames.error is not None and not self.started:
+                if frames.error is not None and PIECE not in block and not self.started:
                     raise engine_framed(frames.error)
                 self.first_frame_at = perf_counter()
                 if not self.started:

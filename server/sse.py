@@ -54,14 +54,15 @@ class AnswerStream:
         return block
 
     def _sift(self, block: bytes) -> bytes:
+        *frames, rest = block.split(SEPARATOR)
         kept = []
-        for frame in block.split(SEPARATOR)[:-1]:
+        for frame in frames:
             passed = frame if PIECE in frame else self._inspect(frame)
             if passed is not None:
                 kept.append(passed + SEPARATOR)
             if self.done:
-                break
-        return b"".join(kept)
+                return b"".join(kept)
+        return b"".join(kept) + rest
 
     def _inspect(self, frame: bytes) -> bytes | None:
         """The frame as the client shall see it, None to keep it back."""
