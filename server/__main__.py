@@ -1,106 +1,12 @@
-"""python -m server serve|engine|plan: the command line of the serving rooms."""
+"""python -m server serve|engine|plan."""
 
-from __future__ import annotations
-
-import argparse
-import importlib.metadata
-import json
 import signal
 import sys
-import threading
-from pathlib import Path
-
-from drafter.checkpoint.folder import DrafterError
-from server.config import ProfileError, load_profile
-from server.display import StageDisplay
-from server.engine import Engine, EngineError
-from server.launch import LaunchError, resolve_drafter
-from server.plan import make_plan, render_plan
-from server.serve import serve, speculation_text
-
-EXAMPLES = """examples:
-  python -m server serve --profile deploy/profiles/cpu-smollm2.toml
-  python -m server serve --profile deploy/profiles/cpu-smollm2.toml --drafter none --port 8080
-  python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter ngram
-  python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
-
-exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The arguments of every command."""
-    top = argparse.ArgumentParser(
-        prog="python -m server",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("serve", "a gateway with an OpenAI-compatible API, and the engine under it"),
-        ("engine", "one engine without a gateway: what the bench and the trainer use"),
-        ("plan", "what a profile would start: argv, environment, warnings. Starts nothing, needs no GPU"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument(
-            "--profile", type=Path, required=True, metavar="FILE", help="a TOML profile (deploy/profiles/)"
-        )
-        command.add_argument(
-            "--drafter",
-            metavar="NAME|DIR|none|ngram",
-            help="none, ngram, a name of the profile's [drafters], or a folder (default: what the profile names)",
-        )
-        if name == "serve":
-            command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
-            command.add_argument("--port", type=int, help="port to listen on (default: the profile's, 8000)")
-        if name == "engine":
-            command.add_argument("--port", type=int, help="port of 127.0.0.1 for the engine (default: a free one)")
-        if name == "plan":
-            command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
-    return top
-
-
-def run_engine(profile_file: Path, drafter: str | None, port: int | None) -> int:
-    """Run one engine until a signal or its end."""
-    engine = Engine(load_profile(profile_file), drafter, port=port)
-    ended = threading.Event()
-    engine.on_end = lambda _: ended.set()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        with StageDisplay() as display:
-            engine.start(display)
-        print(f"eyas: engine ready at {engine.url} with {speculation_text(engine.drafter)}")
-        print(f"  its keys are in {engine.key_file}, its log is {engine.log_file}. Ctrl-C stops it.", flush=True)
-        ended.wait()
-        if engine.state in ("dead", "hung"):
-            tail = "\n  ".join(engine.log_tail())
-            raise EngineError(f"{engine.detail}. Its last log lines ({engine.log_file}):\n  {tail}")
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        engine.stop()
-    return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    try:
-        if arguments.command == "plan":
-            profile = load_profile(arguments.profile)
-            plan = make_plan(profile, resolve_drafter(profile, arguments.drafter))
-            print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
-            return 0
-        if arguments.command == "engine":
-            return run_engine(arguments.profile, arguments.drafter, arguments.port)
-        version = importlib.metadata.version("eyas")
-        return serve(load_profile(arguments.profile), arguments.drafter, arguments.host, arguments.port, version)
-    except (ProfileError, LaunchError, DrafterError, EngineError) as error:
-        print(f"eyas: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("eyas: interrupted.", file=sys.stderr)
-        return 130
-
 
 if __name__ == "__main__":
+    # While it imports there is nothing to clean up: Ctrl-C ends it at once, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from server.cli import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

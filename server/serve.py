@@ -77,9 +77,9 @@ class _Service:
 
         signal.signal(signal.SIGTERM, terminate)
         starter = threading.Thread(target=self._start_engine, name="engine-start", daemon=True)
-        starter.start()
         code = 0
         try:
+            starter.start()
             self.server.run()
         except KeyboardInterrupt:
             code = 130
