@@ -19,14 +19,13 @@ if [[ ${1:-} == --lock ]]; then
   exit 0
 fi
 
-"$PYTHON" - <<'PY' || fail "needs Python 3.11 and found $("$PYTHON" --version 2>&1 || echo "no $PYTHON"): install python3.11, or name it: make install PYTHON=python3.11"
-import sys
-sys.exit(sys.version_info[:2] != (3, 11))
-PY
+command -v "$PYTHON" >/dev/null || fail "needs Python 3.11 and found no $PYTHON: install python3.11, or name it: make install PYTHON=/path/to/python3.11"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+  fail "needs Python 3.11 and $PYTHON is $("$PYTHON" --version 2>&1): name another one: make install PYTHON=python3.11"
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || fail "this Python has no venv module: install it (Debian: apt-get install python3-venv)"
 
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+log=$(mktemp) constraints=$(mktemp)
+trap 'rm -f "$log" "$constraints"' EXIT
 run() {  # what pip prints goes to a log that is shown only where it failed
   if ! "$@" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
@@ -45,7 +44,8 @@ step 1/5 "a virtual environment in .venv"
 [[ -x .venv/bin/python ]] || run "$PYTHON" -m venv .venv
 step 2/5 "torch (a CPU build where pip finds one; else the CUDA build, several GB)"
 torch=$(grep -E '^torch==' requirements.lock)
-run "${PIP[@]}" install --progress-bar off -c requirements.lock "$torch"
+grep -vE '^torch==' requirements.lock > "$constraints"  # what else torch asks for is held to the lock
+run "${PIP[@]}" install --progress-bar off -c "$constraints" "$torch"
 step 3/5 "$(grep -c == requirements.lock) pinned packages: SGLang, transformers, FastAPI and what they need"
 run "${PIP[@]}" install --progress-bar off --no-deps -r requirements.lock
 step 4/5 "the small model (93 MB) and the prompt sets, checked by hash"

@@ -18,6 +18,8 @@ DONE_FRAME = b"data: [DONE]\n\n"
 RETRY_AFTER_BUSY_S = 1  # an engine's queue moves within seconds
 RETRY_AFTER_LOADING_S = 5
 
+# SGLang ends a refused field's message with the place in its own source, a path of the engine's machine.
+_SOURCE_LINE = '\n\n  File "'
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -88,6 +90,8 @@ def _wrapped(status: int, found: Any) -> ApiError:
     inner = found.get("error", found) if isinstance(found, dict) else None
     fields = inner if isinstance(inner, dict) else {"message": inner}
     message, code, param = fields.get("message"), fields.get("code"), fields.get("param")
+    if isinstance(message, str):
+        message = message.split(_SOURCE_LINE, 1)[0].strip()
     headers = {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -95,7 +99,7 @@ def _wrapped(status: int, found: Any) -> ApiError:
         headers["retry-after"] = str(RETRY_AFTER_BUSY_S)
     return ApiError(
         status,
-        message if isinstance(message, str) and message else f"the engine answered with status {status}.",
+        message if message and isinstance(message, str) else f"the engine answered with status {status}.",
         code=code if isinstance(code, str) else None,
         param=param if isinstance(param, str) else None,
         headers=headers,

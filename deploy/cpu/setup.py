@@ -1,0 +1,73 @@
+"""Installs the stand-in, and refuses where a real sgl_kernel belongs: beside a CUDA device or another sgl_kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+PTH = "eyas_cpu_engine.pth"
+RIVALS = ("sglang-kernel", "sgl-kernel")
+
+
+def cuda_devices() -> int:
+    """The CUDA devices that this machine's driver sees; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def refusal(devices=cuda_devices, version_of=installed) -> str | None:
+    """Why the stand-in must not be installed here, as one sentence with the fix; None where it may."""
+    for rival in RIVALS:
+        version = version_of(rival)
+        if version is not None:
+            return (
+                f"eyas-cpu-engine: {rival} {version} is installed and is the real sgl_kernel, which this stand-in "
+                f"would shadow: leave eyas-cpu-engine out, or first run: pip uninstall {rival}"
+            )
+    count = devices()
+    if count > 0:
+        return (
+            f"eyas-cpu-engine: this machine has {count} CUDA device(s), where SGLang needs its own kernels, not this "
+            "CPU stand-in: run: pip install sglang-kernel"
+        )
+    return None
+
+
+class BuildPy(build_py):
+    """Also puts the .pth beside the modules, and starts from an empty build folder so that no renamed module stays."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+        Path(self.build_lib).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PTH, Path(self.build_lib) / PTH)
+
+    def get_outputs(self, include_bytecode=True):
+        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH)]
+
+
+if __name__ == "__main__":
+    reason = refusal()
+    if reason is not None:
+        sys.exit(reason)
+    setup(cmdclass={"build_py": BuildPy})

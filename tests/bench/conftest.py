@@ -1,0 +1,44 @@
+"""A profile, four prompts, and FakeEngine in the place of the engine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bench.runner
+from tests.bench.fake_engine import FakeEngine, Script, Seen
+
+PROMPTS = ("red", "green", "blue", "grey")
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.toml"
+    path.write_text(
+        "[target]\npath = '/nowhere'\nserved_name = 'fake'\n"
+        "[engine]\ndevice = 'cpu'\ncontext_length = 512\nmax_running_requests = 4\n"
+    )
+    return path
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    categories = ("warm", "cold", "cold", "grey")
+    lines = (
+        {"prompt": prompt, "id": prompt, "category": category}
+        for prompt, category in zip(PROMPTS, categories, strict=True)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeEngine]]:
+    monkeypatch.setattr(FakeEngine, "scripts", {"none": Script(algorithm="NONE"), "good": Script(steps=(3, 2, 0))})
+    monkeypatch.setattr(FakeEngine, "seen", Seen())
+    monkeypatch.setattr(bench.runner, "Engine", FakeEngine)
+    monkeypatch.setattr(bench.runner, "STATE_SETTLES_S", 0.2)
+    yield FakeEngine
+    assert sorted(FakeEngine.seen.stops) == sorted(FakeEngine.seen.starts), "an engine was left running"

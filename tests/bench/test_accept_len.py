@@ -1,0 +1,440 @@
+"""python bench/accept_len.py from the outside, on FakeEngine: what it prints, writes, refuses and survives."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import load
+from bench.accept_len import main
+from drafter.report import check_report, read_report
+from tests.bench.conftest import PROMPTS
+from tests.bench.fake_engine import FakeEngine, Script
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path, capsys: Any) -> Any:
+    """Runs the command and gives (exit code, report or None, stdout, stderr)."""
+
+    def run(*args: str) -> tuple[int, Any, str, str]:
+        out = tmp_path / "out"
+        shared = [
+            "--profile",
+            str(profile_file),
+            "--prompts",
+            str(prompt_file),
+            "--max-tokens",
+            "40",
+            "--out",
+            str(out),
+        ]
+        code = main([*shared, *args])
+        printed = capsys.readouterr()
+        report = read_report(out / "report.json") if (out / "report.json").exists() else None
+        return code, report, printed.out, printed.err
+
+    return run
+
+
+def test_the_baseline_runs_first_and_every_drafter_on_an_engine_of_its_own(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["other"] = Script(steps=(1,))
+    code, report, _, _ = bench("--drafter", "good", "--drafter", "other")
+    assert code == 0
+    assert engine.seen.starts == ["none", "good", "other"]
+    assert [variant["drafter"] for variant in report["variants"]] == ["none", "good", "other"]
+    assert report["provenance"]["baseline"] == "none"
+
+
+@pytest.mark.parametrize("given", [["good", "none"], ["none", "good"]])
+def test_a_baseline_that_is_given_is_not_run_twice(bench: Any, engine: type[FakeEngine], given: list[str]):
+    bench(*(word for name in given for word in ("--drafter", name)))
+    assert engine.seen.starts == ["none", "good"]
+
+
+def test_another_baseline(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["other"] = Script(steps=(1,), changed=("red",))
+    _, report, _, _ = bench("--drafter", "good", "--baseline", "other")
+    assert engine.seen.starts == ["other", "good"]
+    assert report["provenance"]["baseline"] == "other"
+    assert report["variants"][1]["greedy_equal"] == {"equal": 3, "total": 4}
+    assert "greedy_equal" not in report["variants"][0]
+
+
+def test_what_every_request_asks(bench: Any, engine: type[FakeEngine]):
+    bench("--drafter", "good", "--temperature", "0.5", "--seed", "100", "--repeats", "2", "--concurrency", "1")
+    for name in ("none", "good"):
+        bodies = [body for given, body in engine.seen.bodies if given == name]
+        assert [body["messages"] for body in bodies] == [[{"role": "user", "content": p}] for p in PROMPTS] * 2
+        assert [body["seed"] for body in bodies] == list(range(100, 108))
+        for body in bodies:
+            assert {key: body[key] for key in ("model", "temperature", "max_tokens", "stream", "stream_options")} == {
+                "model": "fake",
+                "temperature": 0.5,
+                "max_tokens": 40,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            assert body["return_spec_tokens_details"] is body["return_output_ids_in_sglext"] is True
+            assert "chat_template_kwargs" not in body
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("on", True), ("off", False)])
+def test_thinking_is_passed_to_the_template(bench: Any, engine: type[FakeEngine], given: str, wanted: bool):
+    _, report, _, _ = bench("--drafter", "good", "--thinking", given)
+    assert {json.dumps(body["chat_template_kwargs"]) for _, body in engine.seen.bodies} == {
+        json.dumps({"thinking": wanted, "enable_thinking": wanted})
+    }
+    assert report["variants"][0]["thinking"] == given
+
+
+def test_caches_are_emptied_before_every_block(bench: Any, engine: type[FakeEngine]):
+    bench("--drafter", "good", "--repeats", "3")
+    assert engine.seen.flushes == ["none"] * 3 + ["good"] * 3
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 4])
+def test_concurrency_is_kept_to(bench: Any, engine: type[FakeEngine], wanted: int):
+    engine.scripts["none"].delay_s = engine.scripts["good"].delay_s = 0.002
+    bench("--drafter", "good", "--concurrency", str(wanted))
+    assert engine.seen.most_running == wanted
+
+
+def test_acceptance_is_exactly_what_the_steps_say(bench: Any, engine: type[FakeEngine]):
+    # 39 tokens after the first, in steps of 4, 3 and 1: four rounds of 8, then 4 and 3.
+    _, report, _, _ = bench("--drafter", "good", "--repeats", "2")
+    plain, good = report["variants"]
+    steps = [3, 2, 0] * 4 + [3, 2]
+    assert [request["histogram"] for request in good["requests"]] == [[4, 0, 5, 5]] * 8
+    assert good["acceptance_length"] == pytest.approx(1 + sum(steps) / len(steps))
+    assert good["full_acc"] == pytest.approx([10 / 14, 10 / 14, 5 / 14])
+    assert good["cond_acc"] == pytest.approx([10 / 14, 1.0, 0.5])
+    assert good["flatness"] == pytest.approx(1.4)
+    assert {request["tokens"] for request in good["requests"] + plain["requests"]} == {40}
+    assert "acceptance_length" not in plain and "full_acc" not in plain and "flatness" not in plain
+    assert all(request["histogram"] == [] for request in plain["requests"])
+
+
+def test_a_step_that_max_tokens_cut_counts_whole(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"] = Script(steps=(3,))
+    code, report, _, _ = bench("--drafter", "good", "--max-tokens", "3")
+    assert code == 0
+    assert [request["histogram"] for request in report["variants"][1]["requests"]] == [[0, 0, 0, 1]] * 4
+    assert report["variants"][1]["acceptance_length"] == 4.0
+
+
+def test_an_answer_of_one_token_has_no_step(bench: Any, engine: type[FakeEngine]):
+    code, report, _, _ = bench("--drafter", "good", "--max-tokens", "1")
+    assert code == 0
+    good = report["variants"][1]
+    assert "acceptance_length" not in good and "tpot_ms_p50" not in good and "itl_ms_p99" not in good
+    assert good["ttft_ms_p50"] > 0
+
+
+def test_positions_that_are_never_accepted_are_zero(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"] = Script(steps=(1, 0))
+    _, report, _, _ = bench("--drafter", "good", "--num-steps", "4")
+    good = report["variants"][1]
+    assert good["steps"] == 4
+    assert good["full_acc"][1:] == [0.0, 0.0, 0.0]
+    assert good["cond_acc"][1:] == [0.0, None, None]
+
+
+def test_ngram_offers_what_a_step_verifies_less_one(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["ngram"] = Script(steps=(1, 0), algorithm="NGRAM")
+    _, report, _, _ = bench("--drafter", "ngram", "--num-steps", "5")
+    variant = report["variants"][1]
+    assert len(variant["full_acc"]) == 5 and variant["draft_tokens"] == 6
+    assert "steps" not in variant and "drafter_sha256" not in variant
+
+
+def test_categories_and_loops(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"] = Script(steps=(3, 2, 0), looping=("green", "grey"))
+    _, report, _, _ = bench("--drafter", "good")
+    good = report["variants"][1]
+    assert good["loop_share"] == 0.5
+    assert {name: (table["answers"], table["loop_share"]) for name, table in good["categories"].items()} == {
+        "warm": (1, 0.0),
+        "cold": (2, 0.5),
+        "grey": (1, 1.0),
+    }
+    assert "acceptance_length_no_loops" not in good["categories"]["grey"]
+    assert good["categories"]["grey"]["acceptance_length"] == pytest.approx(good["acceptance_length"])
+    assert [request["looping"] for request in good["requests"]] == [False, True, False, True]
+
+
+def test_greedy_answers_are_compared_token_for_token(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].changed = ("blue",)
+    code, report, out, _ = bench("--drafter", "good", "--repeats", "2")
+    plain, good = report["variants"]
+    assert code == 0  # told, not failed
+    assert good["greedy_equal"] == {"equal": 6, "total": 8}
+    assert "6 of 8" in out
+    same = [a["output_sha256"] == b["output_sha256"] for a, b in zip(plain["requests"], good["requests"], strict=True)]
+    assert same == [True, True, False, True] * 2
+
+
+def test_sampled_answers_are_not_compared(bench: Any):
+    _, report, _, _ = bench("--drafter", "good", "--temperature", "0.7")
+    assert "greedy_equal" not in report["variants"][1]
+
+
+def test_the_limit_and_two_sets(bench: Any, engine: type[FakeEngine], prompt_file: Path):
+    _, report, _, _ = bench("--drafter", "good", "--limit", "2", "--prompts", f"{prompt_file},humaneval")
+    ids = [request["prompt_id"] for request in report["variants"][0]["requests"]]
+    assert ids == ["red", "green", "humaneval/0", "humaneval/1"]
+
+
+def test_what_the_report_says_of_its_origin(bench: Any, profile_file: Path):
+    _, report, _, _ = bench("--drafter", "good")
+    where = report["provenance"]
+    assert where["engine_version"] == "9.9.9" and where["engine_env"] == "ours"
+    assert where["flags"] == ["--model", "m"]
+    assert where["target"] == {"path": "/nowhere", "served_name": "fake", "trust_remote_code": False}
+    assert report["simulated"] is False
+    good = report["variants"][1]
+    assert good["drafter_sha256"] == "5" * 64
+    assert (good["steps"], good["topk"], good["draft_tokens"], good["concurrency"]) == (3, 1, 4, 4)
+    assert good["flags"][-2:] == ["--for", "good"]
+    text = json.dumps(report)
+    assert FakeEngine.api_key not in text and FakeEngine.admin_key not in text
+
+
+def test_a_simulated_engine_is_said_so(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].simulated = True
+    _, report, out, _ = bench("--drafter", "good")
+    assert report["simulated"] is True
+    assert "SIMULATED" in out
+
+
+FAULTS = {
+    "dies": r"prompt green: the connection failed \(.*\); the engine is dead\. Its last log lines:\n(.*\n)*  Segment",
+    "cut off": r"prompt green: the stream ended before the answer did",
+    "no done": r"prompt green: the stream ended before the answer did",
+    "breaks off": r"prompt green: the engine broke the stream off: Out of KV cache\.",
+    "aborts": r"prompt green: the engine aborted the request",
+    "400": r"prompt green: answered 400: The input is longer than the context length\.",
+    "not json": r"prompt green: the stream has an event that is not JSON",
+    "miscounts": r"prompt green: the engine says spec_verify_ct 1000 but its histogram \[4, 0, 5, 5\] gives 14",
+    "counts what never came": r"prompt green: the histogram .* accounts for \d+ tokens more than the 40 that came",
+    "no details": r"prompt green: the engine speculates but sent no speculation details with 40 tokens",
+    "no ids": r"prompt green: the stream carried no output ids",
+    "fewer ids": r"prompt green: usage counts 40 completion tokens but the engine sent 39 ids",
+    "no usage": r"prompt green: the stream carried no usage",
+    "does not flush": r"/flush_cache answered 400: Flush cache failed\.",
+    "fails to warm up": r"prompt warm-up/0: answered 400",
+    "does not start": r"the engine died \(exit code 3\) while loading",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_variant_that_fails_is_reported_while_the_others_finish(bench: Any, engine: type[FakeEngine], fault: str):
+    engine.scripts["bad"] = Script(steps=(3, 2, 0), fault=fault, fault_at=1)
+    code, report, out, err = bench("--drafter", "bad", "--drafter", "good", "--concurrency", "1")
+    assert code == 1
+    assert [variant["status"] for variant in report["variants"]] == ["ok", "failed", "ok"]
+    failed = report["variants"][1]
+    assert set(failed) == {"status", "drafter", "error"}
+    assert re.search(FAULTS[fault], failed["error"]), failed["error"]
+    assert "Failed: bad" in out and "bad: failed" in err
+    assert report["variants"][2]["greedy_equal"] == {"equal": 4, "total": 4}
+    assert "Traceback" not in err
+
+
+def test_log_lines_of_a_dead_engine_are_the_last_twenty(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["bad"] = Script(steps=(1,), fault="dies")
+    _, report, _, _ = bench("--drafter", "bad")
+    lines = report["variants"][1]["error"].splitlines()[1:]
+    assert lines == [f"  line {count}" for count in range(11, 30)] + ["  Segmentation fault"]
+
+
+def test_an_engine_that_goes_silent_is_given_up(bench: Any, engine: type[FakeEngine], monkeypatch: Any):
+    monkeypatch.setattr(load, "IDLE_TIMEOUT_S", 0.3)
+    engine.scripts["bad"] = Script(steps=(1,), fault="goes silent")
+    began = time.monotonic()
+    code, report, _, _ = bench("--drafter", "bad")
+    assert code == 1 and time.monotonic() - began < 15
+    assert "prompt red: nothing came from the engine for" in report["variants"][1]["error"]
+
+
+def test_a_plain_engine_that_speculates_is_a_fault(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["none"].fault = "speculates all the same"
+    code, report, _, _ = bench("--drafter", "good")
+    assert code == 1
+    assert "should not speculate" in report["variants"][0]["error"]
+    # without a baseline there is nothing to compare with
+    assert report["variants"][1]["status"] == "ok" and "greedy_equal" not in report["variants"][1]
+
+
+def test_a_report_in_which_everything_failed_is_still_written(bench: Any, engine: type[FakeEngine]):
+    for script in engine.scripts.values():
+        script.fault = "does not start"
+    code, report, out, _ = bench("--drafter", "good")
+    assert code == 1
+    assert [variant["status"] for variant in report["variants"]] == ["failed", "failed"]
+    assert "no engine came up" in out and "out of memory" in out
+
+
+def test_json_is_the_report_and_nothing_else(bench: Any):
+    code, report, out, err = bench("--drafter", "good", "--json")
+    assert code == 0
+    assert json.loads(out) == report
+    assert "good: done" in err
+
+
+def test_json_of_a_failed_variant(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].fault = "dies"
+    code, report, out, _ = bench("--drafter", "good", "--json")
+    assert code == 1
+    assert json.loads(out) == report
+
+
+def test_report_md_is_what_is_printed_into_a_pipe(bench: Any, tmp_path: Path):
+    _, _, out, _ = bench("--drafter", "good")
+    assert (tmp_path / "out" / "report.md").read_text() == out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "report.md"]
+
+
+def test_without_out_the_report_goes_to_a_new_folder_under_home(
+    engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+):
+    monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
+    for _ in range(2):
+        args = ["--profile", str(profile_file), "--prompts", str(prompt_file), "--max-tokens", "4"]
+        assert main([*args, "--drafter", "good"]) == 0
+    folders = sorted((tmp_path / "home" / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        check_report(read_report(folder / "report.json"))
+        assert f"report in {folder}" in capsys.readouterr().err or folder == folders[1]
+
+
+def usage(capsys: Any, *args: str) -> str:
+    """The one line on stderr of a command that is refused."""
+    try:
+        code = main(list(args))
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == ""
+    return str(printed.err)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--drafter", "nobody"], "drafter 'nobody' is neither a name"),
+        (["--drafter", "good", "--baseline", "nobody"], "drafter 'nobody' is neither a name"),
+        (["--drafter", "good", "--drafter", "good"], "drafter 'good' is given twice"),
+        (["--drafter", "good", "--concurrency", "5"], "concurrency is 5, but the profile runs 4 requests"),
+        (["--drafter", "good", "--max-tokens", "512"], "max tokens is 512, but the profile's context_length of 512"),
+        (["--drafter", "good", "--prompts", "mtbench"], "did you mean 'mt_bench'"),
+        (["--drafter", "good", "--profile", "nowhere.toml"], "profile nowhere.toml does not exist"),
+        (["--drafter", "good", "--out", "/dev/null/x"], "the folder /dev/null/x cannot be made"),
+        (["--drafter", "good", "--limit", "0"], "'0' is not 1 or more"),
+        (["--drafter", "good", "--repeats", "x"], "'x' is not a whole number"),
+        (["--drafter", "good", "--temperature", "-1"], "is not between 0 and 2"),
+        (["--drafter", "good", "--temperature", "nan"], "is not between 0 and 2"),
+        (["--drafter", "good", "--url", "http://x"], "unrecognized arguments: --url"),
+        ([], "--drafter"),
+    ],
+)
+def test_usage_errors_start_nothing(
+    engine: type[FakeEngine], profile_file: Path, prompt_file: Path, capsys: Any, args: list[str], message: str
+):
+    shared = ["--profile", str(profile_file), "--prompts", str(prompt_file)]
+    assert message in usage(capsys, *shared, *args)
+    assert engine.seen.starts == []
+
+
+def test_two_folders_with_one_name_are_told_apart(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["a/best"] = Script(steps=(1,), name="best")
+    engine.scripts["b/best"] = Script(steps=(2,), name="best")
+    _, report, _, _ = bench("--drafter", "a/best", "--drafter", "b/best")
+    assert [variant["drafter"] for variant in report["variants"]] == ["none", "a/best", "b/best"]
+
+
+def test_one_drafter_under_two_spellings_runs_once_as_baseline(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["./good"] = Script(steps=(3, 2, 0), name="good")
+    code, report, _, _ = bench("--drafter", "./good", "--baseline", "good")
+    assert code == 0
+    assert [variant["drafter"] for variant in report["variants"]] == ["good", "./good"]
+
+
+HELD = """
+import sys
+from pathlib import Path
+import bench.runner
+from bench.accept_len import main
+from tests.bench.fake_engine import FakeEngine, Script
+FakeEngine.scripts = {"none": Script(algorithm="NONE"), "slow": Script(steps=(1,), delay_s=0.1, fault=sys.argv.pop(1))}
+bench.runner.Engine = FakeEngine
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("fault", "at"), [("", "slow: measuring"), ("start hangs", "slow: starting the process")])
+def test_ctrl_c_stops_the_engine_and_leaves_nothing(
+    profile_file: Path, prompt_file: Path, tmp_path: Path, fault: str, at: str
+):
+    out, stops = tmp_path / "deep" / "out", tmp_path / "stops"
+    args = ["--profile", str(profile_file), "--prompts", str(prompt_file), "--drafter", "slow", "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", HELD, fault, *args, "--max-tokens", "40"],
+        cwd=ROOT,
+        env={**os.environ, "FAKE_ENGINE_STOPS": str(stops)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    said = ""
+    while at not in said:
+        line = process.stderr.readline()
+        assert line, f"it ended too early: {said}"
+        said += line
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert printed == ""
+    assert said.endswith("accept_len: interrupted; the engine was stopped and no report was written.\n")
+    assert "Traceback" not in said
+    assert stops.read_text().split() == ["none", "slow"]
+    assert not (tmp_path / "deep").exists()
+
+
+def test_it_runs_as_a_script_from_any_folder(tmp_path: Path):
+    script = [sys.executable, str(ROOT / "bench" / "accept_len.py")]
+    for command in ([*script, "--help"], [sys.executable, "-m", "bench.accept_len", "--help"]):
+        folder = ROOT if "-m" in command else tmp_path
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+        assert "what the numbers mean" in done.stdout
+        for flag in ("--drafter", "--profile", "--prompts", "--limit", "--repeats", "--baseline", "--json"):
+            assert flag in done.stdout
+        for later in ("--url", "--interleave"):
+            assert later not in done.stdout
+
+
+def test_it_runs_as_a_script_without_being_installed(tmp_path: Path):
+    for room in ("bench", "drafter", "server"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, str(tmp_path / "bench" / "accept_len.py"), "--drafter", "x", "--profile", "nowhere.toml"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "accept_len: profile nowhere.toml does not exist: see deploy/profiles/ for those that come with Eyas.\n"
+    )
+
+
+def test_no_file_in_bench_takes_a_standard_name():
+    assert not {path.stem for path in (ROOT / "bench").glob("*.py")} & sys.stdlib_module_names

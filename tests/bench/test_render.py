@@ -1,0 +1,136 @@
+"""What a person reads: the same figures as in the report, on a page and on a terminal."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench.render import failures, grids, heading, markdown, print_report
+
+
+def variant(name: str, **changed: Any) -> dict[str, Any]:
+    return {
+        "status": "ok",
+        "drafter": name,
+        "dtype": "float32",
+        "temperature": 0.0,
+        "max_tokens": 64,
+        "concurrency": 2,
+        "loop_share": 0.25,
+        "tokens_per_second": 20.0,
+        "ttft_ms_p50": 123.456,
+        "tpot_ms_p50": 7.891,
+        "itl_ms_p99": 50.05,
+        "categories": {"math": {}, "prose": {}},
+        "requests": [{}, {}],
+        **changed,
+    }
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    return {
+        "created": "2026-01-01T00:00:00+00:00",
+        "simulated": False,
+        "provenance": {
+            "target": {"served_name": "small"},
+            "machine": {"processor": "CPU", "cores": 2, "gpus": []},
+            "engine_version": "0.5.23",
+            "command": "python x",
+            "profile_sha256": "1",
+            "prompts_sha256": "2",
+            "baseline": "none",
+        },
+        "variants": [
+            variant("none"),
+            variant(
+                "a|b [red]",
+                tokens_per_second=35.0,
+                draft_tokens=4,
+                acceptance_length=2.3456,
+                acceptance_length_no_loops=2.1,
+                full_acc=[0.7, 0.5, 0.0],
+                cond_acc=[0.7, 0.714, None],
+                flatness=1.02,
+                greedy_equal={"equal": 1, "total": 2},
+                categories={"math": {"acceptance_length": 3.0}, "prose": {}},
+            ),
+            {"status": "failed", "drafter": "broken", "error": "it died.\n  last line"},
+        ],
+    }
+
+
+def test_the_rows(report: dict[str, Any]):
+    acceptance, speed, categories = grids(report)
+    assert acceptance.rows == (
+        ("none", "-", "-", "-", "-", "-", "-", "25%", "baseline"),
+        ("a|b [red]", "4", "2.346", "2.100", "0.70 0.50 0.00", "0.70 0.71 -", "1.02", "25%", "1 of 2"),
+    )
+    assert speed.title == "Speed at concurrency 2"
+    assert speed.columns[2] == "ratio to none"
+    assert speed.rows == (
+        ("none", "20.0", "1.00", "123.5", "7.89", "50.0"),
+        ("a|b [red]", "35.0", "1.75", "123.5", "7.89", "50.0"),
+    )
+    assert categories.columns == ("drafter", "math", "prose")
+    assert categories.rows == (("a|b [red]", "3.00", "-"),)
+
+
+def test_there_is_no_ratio_without_the_baseline(report: dict[str, Any]):
+    report["variants"][0] = {"status": "failed", "drafter": "none", "error": "x"}
+    assert grids(report)[1].rows[0][:3] == ("a|b [red]", "35.0", "-")
+
+
+def test_one_category_or_no_drafter_needs_no_table_by_category(report: dict[str, Any]):
+    del report["variants"][1]
+    assert [grid.title for grid in grids(report)] == ["Acceptance", "Speed at concurrency 2"]
+
+
+def test_the_heading_names_the_machine(report: dict[str, Any]):
+    assert heading(report) == (
+        "small on CPU, 2 cores; SGLang 0.5.23; 2 answers each of at most 64 tokens, temperature 0, float32; "
+        "2026-01-01T00:00:00+00:00"
+    )
+    report["provenance"]["machine"]["gpus"] = ["GPU A", "GPU A"]
+    assert heading(report).startswith("small on GPU A, GPU A; SGLang")
+
+
+def test_markdown_tables_are_whole(report: dict[str, Any]):
+    page = markdown(report)
+    assert "| a\\|b [red] | 4 | 2.346 |" in page
+    for block in page.split("\n\n"):
+        if block.startswith("|"):
+            widths = {line.replace("\\|", "").count("|") for line in block.splitlines()}
+            assert len(widths) == 1
+    assert failures(report) == [("broken", "it died.\n  last line")]
+    assert "## Failed: broken\n\n    it died.\n      last line" in page
+    assert "SIMULATED" not in page
+
+
+def test_a_simulation_is_shouted(report: dict[str, Any]):
+    report["simulated"] = True
+    assert "SIMULATED" in markdown(report)
+
+
+def test_a_terminal_shows_every_cell_as_it_is(report: dict[str, Any]):
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, force_terminal=True, width=200, color_system=None))
+    shown = stream.getvalue()
+    for grid in grids(report):
+        for cell in (cell for row in grid.rows for cell in row):
+            assert cell in shown
+    assert "broken failed: it died." in shown
+
+
+def test_a_pipe_gets_markdown(report: dict[str, Any]):
+    stream = io.StringIO()
+    print_report(report, Console(file=stream))
+    assert stream.getvalue() == markdown(report)
+
+
+def test_a_report_where_all_failed(report: dict[str, Any]):
+    report["variants"] = report["variants"][2:]
+    del report["provenance"]["engine_version"]
+    assert grids(report) == []
+    assert "no engine came up" in markdown(report)
