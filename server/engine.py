@@ -42,6 +42,7 @@ POLL_S = 0.25
 WATCH_S = 2.0
 PROBE_TIMEOUT_S = 30.0  # /health_generate itself gives up after 20 s
 TAIL_LINES = 20
+PORTS = range(20000, 32000)
 # The stages of a start, by what SGLang logs.
 STAGES = (
     (re.compile(r"Load weight begin"), "loading the target's weights"),
@@ -49,6 +50,7 @@ STAGES = (
     (re.compile(r"Uvicorn running|Application startup complete"), "warming up"),
 )
 # Lines that say nothing about this engine: model classes that cannot be imported here, and access logs.
+PORT_LOST = re.compile(r"address already in use", re.IGNORECASE)
 NOISE = re.compile(r'Ignore import error|"(GET|POST) /|^\s*$|kill_process_tree|Received sigquit')
 # What may be read out of /server_info, which also carries both keys.
 RESOLVED = re.compile(
@@ -235,7 +237,11 @@ class Engine:
                 with contextlib.suppress(httpx.TransportError):
                     if client.get(f"{self.url}/ready").status_code == httpx.codes.OK:
                         break
-                if (reached := self._stage()) and reached != stage:
+                log = self.log_file.read_text(errors="replace")
+                if PORT_LOST.search(log):
+                    raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
+                reached = next((name for pattern, name in reversed(STAGES) if pattern.search(log)), stage)
+                if reached != stage:
                     stage = reached
                     say(stage)
                 if self._stopping.wait(POLL_S):
@@ -271,10 +277,6 @@ class Engine:
                 + "\nCorrect the profile so that it asks for what it gets."
             )
         self.drafter = with_resolved(self.drafter, self.resolved)
-
-    def _stage(self) -> str | None:
-        text = self.log_file.read_text(errors="replace")
-        return next((name for pattern, name in reversed(STAGES) if pattern.search(text)), None)
 
     def _check_alive(self, stage: str) -> None:
         assert self._process
@@ -347,10 +349,12 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on at the moment.
+
+    Below the ephemeral range, from which an outgoing connection could take it before the engine listens.
+    """
+    ports = iter(lambda: PORTS.start + secrets.randbelow(len(PORTS)), None)
+    return next(port for port in ports if port_is_free("127.0.0.1", port))
 
 
 def _write_private(path: Path, data: bytes) -> None:

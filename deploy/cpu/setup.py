@@ -15,10 +15,10 @@ PTH = "eyas_cpu_engine.pth"
 RIVALS = ("sglang-kernel", "sgl-kernel")
 
 
-def cuda_devices() -> int:
+def cuda_devices(load=ctypes.CDLL) -> int:
     """The CUDA devices that this machine's driver sees; 0 where there is no driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = load("libcuda.so.1")
     except OSError:
         return 0
     count = ctypes.c_int(0)

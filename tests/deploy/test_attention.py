@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass
 
 import pytest
-import torch
-
 import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
+import torch
 
 SLOTS, WIDEST = 200, 64
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -1,4 +1,4 @@
-"""Sampling through a draft tree draws what plain sampling draws: exact where coins can be enumerated, else to chi-square.
+"""Sampling through a draft tree draws what plain sampling draws: by enumerated coins, then by chi-square.
 
 Where every coin takes the midpoints of N equal parts, and all probabilities are multiples of 1/N, counts are exact
 and nothing is left to chance.
@@ -11,10 +11,9 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
 import torch
 from scipy import stats
-
-import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
 from sgl_kernel.sampling import Verifier, draw, keep
 
 # (next child, next sibling, token) of each node; node 0 is the root, its token the last verified one.
@@ -195,11 +194,12 @@ def chi_square(counts, expected, samples):
     return stats.chisquare(observed, shares).pvalue if len(pools) > 1 else float(observed[0] == samples)
 
 
-@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("parameters", [{}, PARAMETERS[1], PARAMETERS[2], PARAMETERS[6]], ids=str)
 @pytest.mark.parametrize("name", TREES)
 def test_answers_are_distributed_as_plain_decoding_distributes_them(name, parameters):
-    """10,000 seeded draws. A right sampler fails one of these 36 cases by chance with p < 36e-6; the seed is fixed."""
-    samples, tree = 10_000, TREES[name]
+    """4,000 draws a case, at a level of 1e-6: over the 16 cases a right sampler fails with a chance of 16 in a million,
+    and since the seed is fixed, always or never."""
+    samples, tree = 4_000, TREES[name]
     random = torch.Generator().manual_seed(11)
     probs = torch.softmax(torch.randn((len(tree), 12), generator=random) * 1.5, dim=-1)
     coins = torch.rand((samples, len(tree)), generator=random)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from sgl_kernel import (
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,

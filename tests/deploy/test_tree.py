@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-
 from sgl_kernel import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
 from sgl_kernel.speculative import reconstruct_indices_from_tree_mask
 

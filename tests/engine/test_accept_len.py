@@ -157,11 +157,12 @@ def test_an_engine_that_is_killed_is_a_failed_variant_and_the_next_one_runs(benc
     args = ["--drafter", "none", "--drafter", "ngram", "--prompts", str(prompts), "--concurrency", "1"]
     with running(bench, "killed", "none: measuring", *args) as (process, out):
         children = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(1.0)  # into the first requests
         (scheduler,) = [child for child in children if child.name().startswith("sglang::sched")]
         scheduler.kill()
         printed, said = process.communicate(timeout=600)
     assert process.returncode == 1
-    assert "none: failed, prompt many/" in said and "Traceback" not in said
+    assert "none: failed, " in said and "Traceback" not in said
     dead, alive = read_report(out / "report.json")["variants"]
     assert dead["status"] == "failed" and "the engine is dead. Its last log lines:" in dead["error"]
     assert alive["status"] == "ok" and len(alive["requests"]) == 60

@@ -203,7 +203,7 @@ def details_for(seen: Seen, how: str) -> Any:
                 "spec_accept_rate": accepted / (3 * steps),
                 "spec_accept_length": 1 + accepted / steps,
                 "spec_num_correct_drafts": accepted + (how == "contradiction"),
-                "spec_num_proposed_drafts": 3 * steps,
+                "spec_num_proposed_drafts": accepted - 1 if how == "proposed_too_few" else 3 * steps,
                 "spec_verify_ct": steps,
                 "spec_correct_drafts_histogram": histogram,
                 "spec_cap_lens_histogram": [],

@@ -196,6 +196,17 @@ def test_a_gateway_that_stops_stops_its_requests(
     assert "Traceback" not in caplog.text
 
 
+def test_those_that_wait_keep_nobody_out(gate: Gateway, fake: FakeEngine) -> None:
+    """aiohttp's own limit of 100 connections would hold up the rest."""
+    clients = [send_request(gate, user="hangs_at_once") for _ in range(120)]
+    fake.seen(120)
+    assert gate.metric("eyas_inflight_requests") == 120
+    assert gate.ask(stream=True).status_code == 200
+    for client in clients:
+        client.close()
+    wait_until(lambda: len(fake.aborts) == 120)
+
+
 def test_many_that_leave_cost_those_that_stay_nothing(gate: Gateway, fake: FakeEngine) -> None:
     fake.pace = 0.002
 

@@ -24,7 +24,7 @@ from tests.tiny.tokenizer import BOS, EOS, VOCAB_SIZE
 DRAFT_VOCAB, STEPS, AUX, INTERMEDIATE = 256, 3, 3, 192
 NOISED = {"noised_a": 2.2, "noised_b": 2.1}  # acceptance lengths at STEPS draft steps, on greedy answers
 # of the training batches in turn, as in targets.py; surprise 0 is what greedy answers look like
-SHAPES = ((16, 48, 0.0), (16, 48, 0.5), (16, 48, 0.0), (2, 384, 0.2))
+SHAPES = ((12, 64, 0.0), (12, 64, 0.5), (12, 64, 0.0), (2, 384, 0.2))
 
 
 def mha_config(layer_ids: list[int]) -> dict[str, Any]:
@@ -194,9 +194,9 @@ class Answers:
     def of(
         cls, target: PreTrainedModel, inputs_to: tuple[int, ...], language: Language, generator: torch.Generator
     ) -> "Answers":
-        start, length, count = 8, 96, 40
-        picks = torch.randint(len(language.noise), (count, start), generator=generator)
-        texts = greedy(target, language.noise[picks].tolist(), length + STEPS)
+        start, length, count = 12, 96, 40
+        prompts_BT = language.prompts(count, start, generator)
+        texts = greedy(target, prompts_BT.tolist(), length + STEPS)
         aux_BTA, _ = aux_hidden(target, torch.tensor(texts), inputs_to)
         return cls(texts, aux_BTA, start, length)
 

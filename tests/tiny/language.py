@@ -1,9 +1,10 @@
-"""The little language that the tiny targets speak: a noisy walk over token ids that depends on two tokens of context.
+"""The little language that the tiny targets speak: a noisy walk over token ids with two tokens of memory.
 
-The likeliest successor of a token depends on the *mode* of the token before it. Followed greedily, the walk goes round
-one long cycle; sampled at temperature 1, it has 2 nats of entropy. So neither is degenerate, and both can be learnt fast.
+The likeliest next token depends on the last token and on the *mode* of the one before. Followed greedily, the walk goes
+round one long cycle; sampled at temperature 1, it has two nats of entropy. So neither is degenerate, and a minute of
+training is enough to learn both.
 
-Shapes: B batch, T time, V vocabulary, M 2 modes, O 3 named successors.
+Shapes: B batch, T time, V vocabulary, M 2 modes, C core, O 3 named successors.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 MAIN, SECOND, THIRD = 0.55, 0.20, 0.10  # chances of the named successors; the rest falls on any printable token
+CORE = 258  # a few more than a draft vocabulary of 256 can hold beside the start token
+LONGEST_PROMPT = 24
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,9 @@ class Language:
     second_V: Tensor
     third_V: Tensor
     mode_V: Tensor
-    core: Tensor  # the ids on the cycle, the end token among them, so that answers end
-    noise: Tensor  # the ids that the rest of the probability falls on, evenly
+    core_C: Tensor  # the ids on the cycle, the end token among them, so that answers end
+    printable: Tensor  # the ids that the rest of the probability falls on, evenly
+    spoken_to: Tensor  # the ids that a prompt may hold: all but the special ones
 
     def successors(self, tokens_BT: Tensor) -> Tensor:
         """The three named successors at every position, [B, T, O]. The first position has no context: mode 0."""
@@ -41,55 +45,66 @@ class Language:
         named_BTO = log_BTV.gather(-1, self.successors(tokens_BT)[:, 1:])
         chance_O = torch.tensor([MAIN, SECOND, THIRD])
         rest = 1.0 - MAIN - SECOND - THIRD
-        return -((named_BTO * chance_O).sum(-1) + rest * log_BTV[..., self.noise].mean(-1)).mean()
+        return -((named_BTO * chance_O).sum(-1) + rest * log_BTV[..., self.printable].mean(-1)).mean()
 
     def sample(self, batch: int, time: int, generator: torch.Generator, surprise: float = 1.0) -> Tensor:
-        """Random walks [B, T], each after two to seven tokens of noise.
+        """Random walks [B, T], each after a prompt of random tokens.
 
         `surprise` 1.0 speaks the language and 0.0 says the main successor every time, as a greedy answer does.
         """
-        tokens_BT = self.noise[torch.randint(len(self.noise), (batch, time), generator=generator)]
+        tokens_BT = self.prompts(batch, time, generator)
+        stray_BT = self.printable[torch.randint(len(self.printable), (batch, time), generator=generator)]
         chance_BT = torch.rand(batch, time, generator=generator) * (MAIN + (1.0 - MAIN) * surprise)
-        start_B = torch.randint(2, 8, (batch,), generator=generator)
+        start_B = torch.randint(2, min(LONGEST_PROMPT, time // 2) + 1, (batch,), generator=generator)
         for t in range(2, time):
             named_BO = self.successors(tokens_BT[:, t - 2 : t])[:, 1]
-            chance_B = chance_BT[:, t]
-            spoken_B = tokens_BT[:, t]
+            spoken_B = stray_BT[:, t]
             for limit, option in ((MAIN + SECOND + THIRD, 2), (MAIN + SECOND, 1), (MAIN, 0)):
-                spoken_B = torch.where(chance_B < limit, named_BO[:, option], spoken_B)
+                spoken_B = torch.where(chance_BT[:, t] < limit, named_BO[:, option], spoken_B)
             tokens_BT[:, t] = torch.where(start_B <= t, spoken_B, tokens_BT[:, t])
         return tokens_BT
 
+    def prompts(self, batch: int, time: int, generator: torch.Generator) -> Tensor:
+        """Random tokens that a prompt may hold, [B, T]."""
+        return self.spoken_to[torch.randint(len(self.spoken_to), (batch, time), generator=generator)]
 
-def build(printable: list[int], end_token: int, vocab_size: int, seed: int, core_size: int = 264) -> Language:
-    """A language over `printable` ids and the end token.
+
+def build(printable: list[int], specials: int, end_token: int, vocab_size: int, seed: int) -> Language:
+    """A language over `printable` ids and the end token; ids below `specials` are in no prompt.
 
     The state of the greedy walk is (mode of the token before, token). Each mode sends one half of the core to one half
     of the core, and the other mode sends it to the other half: every state then has exactly one state before it, so the
-    walk falls into cycles, and tables are drawn until it is one cycle through all 2 * core_size states.
+    walk falls into cycles, and tables are drawn until it is one cycle through all 2 * CORE states.
     """
-    assert core_size % 2 == 0 and core_size <= len(printable)
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.tensor(printable)
-    core = noise[torch.randperm(len(noise), generator=generator)[:core_size]]
-    core[0] = end_token
-    half = core_size // 2
+    core_C = torch.tensor(printable)[torch.randperm(len(printable), generator=generator)[:CORE]]
+    core_C[0] = end_token
+    half = CORE // 2
     mode_V = torch.randint(2, (vocab_size,), generator=generator)
-    mode_V[core[:half]] = 0
-    mode_V[core[half:]] = 1
+    mode_V[core_C[:half]] = 0
+    mode_V[core_C[half:]] = 1
 
     def any_core() -> Tensor:
-        return core[torch.randint(core_size, (vocab_size,), generator=generator)]
+        return core_C[torch.randint(CORE, (vocab_size,), generator=generator)]
 
     main_MV = any_core().repeat(2, 1)  # tokens off the cycle have one main successor, whatever came before
     while True:
-        to = core[torch.randperm(core_size, generator=generator)]
+        to = core_C[torch.randperm(CORE, generator=generator)]
         swapped = torch.cat([to[half:], to[:half]])
         within = torch.cat([torch.randperm(half, generator=generator), half + torch.randperm(half, generator=generator)])
-        main_MV[0, core] = to
-        main_MV[1, core] = swapped[within]
-        if cycle_length(main_MV, mode_V, int(core[0])) == 2 * core_size:
-            return Language(main_MV, any_core(), any_core(), mode_V, core, noise)
+        main_MV[0, core_C] = to
+        main_MV[1, core_C] = swapped[within]
+        if cycle_length(main_MV, mode_V, int(core_C[0])) == 2 * CORE:
+            break
+    return Language(
+        main_MV=main_MV,
+        second_V=any_core(),
+        third_V=any_core(),
+        mode_V=mode_V,
+        core_C=core_C,
+        printable=torch.tensor(printable),
+        spoken_to=torch.arange(specials, vocab_size),
+    )
 
 
 def cycle_length(main_MV: Tensor, mode_V: Tensor, token: int) -> int:

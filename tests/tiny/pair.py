@@ -137,7 +137,13 @@ def construct(name: str, folder: Path, say: Callable[[str], None]) -> None:
     try:
         generator = torch.Generator().manual_seed(SEED)
         tokens = tokenizer.train()
-        tongue = language.build(tokenizer.printable_ids(tokens), tokenizer.EOS, tokenizer.VOCAB_SIZE, SEED)
+        tongue = language.build(
+            tokenizer.printable_ids(tokens),
+            specials=len(tokenizer.SPECIALS),
+            end_token=tokenizer.EOS,
+            vocab_size=tokenizer.VOCAB_SIZE,
+            seed=SEED,
+        )
         folder.mkdir(parents=True)
         if name == "llama":
             target = targets.llama()

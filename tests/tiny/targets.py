@@ -38,7 +38,7 @@ YARN = {
     "original_max_position_embeddings": 512,
 }
 # (batch, time) of the training batches in turn: the long one teaches attention to stay sharp over many keys.
-SHAPES = (*[(16, 48)] * 7, (3, 384))
+SHAPES = (*[(12, 64)] * 7, (3, 384))
 
 
 def llama() -> LlamaForCausalLM:

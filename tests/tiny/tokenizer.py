@@ -1,21 +1,34 @@
-"""A byte-level BPE tokenizer of 512 tokens, trained on the text beside this file.
+"""A byte-level BPE tokenizer of 512 tokens, trained on the text beside this file, and a chat template.
 
-Every byte is in its alphabet, so it encodes any text. Its chat template is the smallest one that keeps roles apart.
+Every byte is in its alphabet, so it encodes any text.
 """
 
 from pathlib import Path
+from string import ascii_letters
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
-PAD, BOS, EOS, MEDIA = range(4)  # MEDIA: the placeholder of an image, which no text can contain by accident
 SPECIALS = ["<pad>", "<s>", "</s>", "<media>"]
+PAD, BOS, EOS, MEDIA = range(4)  # MEDIA stands for an image
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+# The prompt ends in two letters that depend on the whole conversation: the targets remember two tokens, and would
+# otherwise give the same greedy answer to every question.
+CHAT_TEMPLATE = """
+{%- set letters = "LETTERS" -%}
+{%- set seen = namespace(sum=0) -%}
+{%- for message in messages -%}
+{%- set text = message['content'] or '' -%}
+{{- message['role'] ~ ': ' ~ text ~ '\\n' -}}
+{%- for letter in letters ~ '0123456789 ' -%}
+{%- set seen.sum = (seen.sum * 31 + text.count(letter)) % 2704 -%}
+{%- endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- 'assistant:\\n' ~ letters[seen.sum // 52] ~ letters[seen.sum % 52] -}}
+{%- endif -%}
+""".replace("LETTERS", ascii_letters)
 
 
 def train() -> PreTrainedTokenizerFast:
@@ -30,7 +43,11 @@ def train() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator([Path(__file__).with_name("corpus.txt").read_text("utf-8")], trainer)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the corpus is too short for so many merges"
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", extra_special_tokens=["<media>"]
+        tokenizer_object=tokenizer,
+        pad_token=SPECIALS[PAD],
+        bos_token=SPECIALS[BOS],
+        eos_token=SPECIALS[EOS],
+        extra_special_tokens=[SPECIALS[MEDIA]],
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
