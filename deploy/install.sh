@@ -34,7 +34,7 @@ run() {  # what pip prints goes to a log that is shown only where it failed
     elif grep -q 'DO NOT MATCH THE HASHES' "$log"; then
       fail "a package differs from the one that requirements-data.lock names by hash: it was refused. Check the index that pip uses (pip config list)."
     elif grep -q 'No space left on device' "$log"; then
-      fail "the disk is full: .venv needs 3 GB with a CPU build of torch, 9 GB with a CUDA build."
+      fail "the disk is full: .venv needs 3 GB with a CPU build of torch, 6 GB with a CUDA build."
     fi
     fail "installation failed; pip's last lines are above."
   fi
