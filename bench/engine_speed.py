@@ -42,6 +42,7 @@ class Transformers:
     """The model in this process, generating by transformers' own loop with its cache. tokens [T] ids -> new ids."""
 
     def __init__(self, folder: str, dtype: str, threads: int) -> None:
+        os.environ.update(thread_settings(threads))  # OpenMP reads it when torch is imported
         import torch
         import transformers
 
@@ -149,13 +150,19 @@ def figures(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def thread_settings(threads: int) -> dict[str, str]:
+    """Environment for both sides. Threads that wait must sleep: on a busy machine a spinning one takes the core that
+    the thread it waits for needs, which was seen to cost a factor of ten."""
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
 def with_threads(profile: Profile, threads: int, model: Path | None) -> Profile:
     """The profile with so many threads and, where given, another model folder. Raises SpeedError."""
     if profile.engine.device != "cpu":
         raise SpeedError(f"{profile.source.name} runs on {profile.engine.device}: this compares two ways on a CPU.")
     if profile.engine.dtype == "auto":
         raise SpeedError(f"{profile.source.name} leaves dtype open: name it, since transformers must use the same.")
-    engine = profile.engine.model_copy(update={"env": {**profile.engine.env, "OMP_NUM_THREADS": str(threads)}})
+    engine = profile.engine.model_copy(update={"env": {**profile.engine.env, **thread_settings(threads)}})
     if model is None:
         return profile.model_copy(update={"engine": engine})
     if not (model / "config.json").is_file():

@@ -145,6 +145,11 @@ def test_sglang_loads_the_plugin_and_it_says_so_once():
         "assert eagle._verify_uses_greedy(\n"
         "    is_all_greedy=True, is_cpu=True, is_hip=False, is_xpu=False, use_rejection_sampling=False)\n"
         "assert unquant.UnquantizedLinearMethod.apply is linear.apply\n"
+        "import torch\n"
+        "from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding\n"
+        "rope = RotaryEmbedding(64, 64, 300, 10000, True, torch.float32)\n"
+        "rope(torch.tensor([5]), torch.randn(1, 64), torch.randn(1, 64))\n"
+        "assert '_eyas_tables' in rope.__dict__, 'SGLang dispatches past the replacement'\n"
         "print('patched')"
     )
     assert shown.returncode == 0, shown.stderr

@@ -29,3 +29,6 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        print(f"tiny: {error}: name another folder with --out", file=sys.stderr)
+        sys.exit(1)

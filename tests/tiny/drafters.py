@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.tiny.eagle import MHA, MLA, Drafter, acceptance_length, walk
+from tests.tiny.eagle import MHA, MLA, Drafter, Heads, acceptance_length, walk
 from tests.tiny.language import Language
 from tests.tiny.targets import HEADS, HIDDEN, MAX_POSITION, YARN, aux_hidden, greedy
 from tests.tiny.tokenizer import BOS, EOS, VOCAB_SIZE
 
 DRAFT_VOCAB, STEPS, AUX, INTERMEDIATE = 256, 3, 3, 192
 NOISED = {"noised_a": 2.2, "noised_b": 2.1}  # acceptance lengths at STEPS draft steps, on greedy answers
-# of the training batches in turn, as in targets.py; surprise 0 is what greedy answers look like
-SHAPES = ((12, 64, 0.0), (12, 64, 0.5), (12, 64, 0.0), (2, 384, 0.2))
+# (batch, time, surprise) of the training batches in turn, as in targets.py; surprise 0 is what greedy answers look like
+SHAPES = ((16, 48, 0.0), (16, 48, 0.5), (16, 48, 0.0), (16, 48, 0.0), (16, 48, 0.0), (2, 384, 0.2))
 
 
 def mha_config(layer_ids: list[int]) -> dict[str, Any]:
@@ -61,6 +61,9 @@ def mla_config(layer_ids: list[int]) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     }
+
+
+CONFIGS: dict[str, Callable[[list[int]], dict[str, Any]]] = {"mha": mha_config, "mla": mla_config}
 
 
 def shared_config(architecture: str, model_type: str, layer_ids: list[int]) -> dict[str, Any]:
@@ -152,8 +155,8 @@ def train(
     Tokens are the text's own at every step, hidden states the drafter's. Leaves the weights frozen.
     """
     trained = [tensor for tensor in drafter.weights.values() if tensor.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=6e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps, pct_start=0.05)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps, pct_start=0.05)
     ids_U = drafter.target_ids_U
     for step in range(steps):
         batch, time, surprise = SHAPES[step % len(SHAPES)]
@@ -162,7 +165,8 @@ def train(
         teacher_BTU = logits_BTV[..., ids_U].softmax(-1)
 
         rows = time - STEPS
-        hidden_BTH, earlier, loss = drafter.fuse(aux_BTA[:, :rows]), [], torch.zeros(())
+        hidden_BTH, loss = drafter.fuse(aux_BTA[:, :rows]), torch.zeros(())
+        earlier: list[Heads] = []
         for k in range(STEPS):
             shifted = slice(1 + k, 1 + k + rows)
             hidden_BTH, guess_BTU = drafter.step(hidden_BTH, tokens_BT[:, shifted], earlier)

@@ -199,7 +199,9 @@ class Drafter:
 
         `aux_BTA[:, t]` is what the target computed at position t; `tokens_BT[:, t]` is the token at position t + 1.
         """
-        hidden_BTH, earlier, guesses = self.fuse(aux_BTA), [], []
+        hidden_BTH = self.fuse(aux_BTA)
+        earlier: list[Heads] = []
+        guesses: list[Tensor] = []
         for _ in range(steps):
             hidden_BTH, logits_BTU = self.step(hidden_BTH, tokens_BT, earlier)
             tokens_BT = self.target_ids_U[logits_BTU.argmax(-1)]

@@ -6,7 +6,7 @@ pixels. It is copied into the checkpoint's folder and runs inside the engine.
 
 from typing import ClassVar
 
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor
 
 
@@ -30,6 +30,6 @@ class TinyKimiProcessor(ProcessorMixin):
     attributes: ClassVar[list[str]] = ["tokenizer"]
     tokenizer_class = "AutoTokenizer"
 
-    def __init__(self, tokenizer=None, **kwargs):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: object) -> None:
         super().__init__(tokenizer)
         self.image_processor = self.media_processor = TinyMedia()

@@ -1,8 +1,8 @@
 """The little language that the tiny targets speak: a noisy walk over token ids with two tokens of memory.
 
 The likeliest next token depends on the last token and on the *mode* of the one before. Followed greedily, the walk goes
-round one long cycle; sampled at temperature 1, it has two nats of entropy. So neither is degenerate, and a minute of
-training is enough to learn both.
+round one long cycle; sampled at temperature 1, it has two nats of entropy. So neither is degenerate, and both are
+learnt in half a minute.
 
 Shapes: B batch, T time, V vocabulary, M 2 modes, C core, O 3 named successors.
 """
@@ -39,7 +39,7 @@ class Language:
     def loss(self, logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
         """Mean cross-entropy in nats against the language's own distribution of the next token, not against samples.
 
-        The exact distribution has no sampling noise in it, which makes a minute of training enough.
+        The exact distribution has no sampling noise in it, which makes so short a training enough.
         """
         log_BTV = logits_BTV[:, 1:].log_softmax(-1)  # the first position lacks the context that decides
         named_BTO = log_BTV.gather(-1, self.successors(tokens_BT)[:, 1:])
@@ -91,9 +91,9 @@ def build(printable: list[int], specials: int, end_token: int, vocab_size: int, 
     while True:
         to = core_C[torch.randperm(CORE, generator=generator)]
         swapped = torch.cat([to[half:], to[:half]])
-        within = torch.cat([torch.randperm(half, generator=generator), half + torch.randperm(half, generator=generator)])
+        low, high = torch.randperm(half, generator=generator), torch.randperm(half, generator=generator)
         main_MV[0, core_C] = to
-        main_MV[1, core_C] = swapped[within]
+        main_MV[1, core_C] = swapped[torch.cat([low, half + high])]
         if cycle_length(main_MV, mode_V, int(core_C[0])) == 2 * CORE:
             break
     return Language(

@@ -1,4 +1,4 @@
-"""A tiny target with its drafters, built on first use and cached by a hash of what builds it."""
+"""A tiny target with its drafters, built on first use and cached under a hash of what builds it."""
 
 import fcntl
 import hashlib
@@ -14,36 +14,50 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-NAMES = ("llama", "kimi")
 SEED = 2026
-# `layer_ids` as the drafter's config and SGLang's --return-aux-hidden-state-layer-ids have them. SGLang adds one for
-# every Llama target, and for a Kimi target takes them as they are unless the first is 1.
-LAYERS: dict[str, dict[str, Any]] = {
-    "llama": {"layer_ids": (0, 1, 2), "convention": "output_of_layer", "inputs_to": (1, 2, 3)},
-    "kimi": {"layer_ids": (2, 3, 4), "convention": "input_to_layer", "inputs_to": (2, 3, 4)},
+DRAFTER_STEPS = 320
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs between the pairs.
+
+    `layer_ids` are what a drafter's eagle_config and SGLang's --return-aux-hidden-state-layer-ids hold. SGLang adds one
+    to them for a Llama target; for a Kimi target it takes them as they are, unless the first is 1. `inputs_to` are the
+    layers whose input is captured: the same numbers as indices into the `hidden_states` of transformers.
+    """
+
+    layer_ids: tuple[int, ...]
+    convention: str
+    inputs_to: tuple[int, ...]
+    styles: tuple[str, ...]
+    target_steps: int
+
+
+RECIPES = {
+    "llama": Recipe((0, 1, 2), "output_of_layer", (1, 2, 3), ("mha",), 500),
+    "kimi": Recipe((2, 3, 4), "input_to_layer", (2, 3, 4), ("mha", "mla"), 500),
 }
-STYLES = {"llama": ("mha",), "kimi": ("mha", "mla")}
+NAMES = tuple(RECIPES)
 
 
 @dataclass(frozen=True)
 class TinyPair:
     """Where a target and its drafters lie, and what a test must know to use them.
 
-    `drafters` has `STYLE_perfect`, `STYLE_noised_a` and `STYLE_noised_b` for the styles `mha` and (kimi) `mla`.
+    `drafters` has `STYLE_perfect`, `STYLE_noised_a` and `STYLE_noised_b`; the styles are `mha` and, for Kimi, also
+    `mla`. `reference` holds the target's weights for the AutoModelForCausalLM of transformers. `convention` says what
+    `layer_ids` mean: `output_of_layer` or `input_to_layer`.
     """
 
     name: str
     folder: Path
     target: Path
     reference: Path
-    """The same weights for Hugging Face's AutoModelForCausalLM."""
     drafters: dict[str, Path]
     layer_ids: tuple[int, ...]
-    """As SGLang's flags and a drafter's eagle_config have them."""
     convention: str
-    """What `layer_ids` means: `output_of_layer` or `input_to_layer`."""
     inputs_to: tuple[int, ...]
-    """The same layers as indices into the hidden states of transformers."""
     vocab_size: int
     draft_vocab_size: int
     hidden_size: int
@@ -51,8 +65,13 @@ class TinyPair:
 
     def acceptance(self, drafter: str) -> dict[str, Any]:
         """What the builder measured on greedy answers: `acceptance_length`, `histogram`, `out_of_vocabulary` …"""
-        measured: dict[str, Any] = json.loads((self.drafters[drafter] / "acceptance.json").read_text())
-        return measured
+        return read_json(self.drafters[drafter] / "acceptance.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
 
 
 def cache_root() -> Path:
@@ -72,9 +91,10 @@ def source_hash() -> str:
 
 
 def build(name: str, root: Path | None = None, force: bool = False) -> TinyPair:
-    """The pair called `name`, from the cache or built now (about a minute). Two processes at once are safe.
+    """The pair called `name` (one of NAMES), from the cache or built now, which takes a minute or two on one core.
 
-    `force` builds it anew. Raises ValueError for an unknown name.
+    Two processes at once are safe: one builds, the other waits for it. `root` is the cache's folder; `force` builds
+    anew. Raises ValueError for an unknown name.
     """
     if name not in NAMES:
         raise ValueError(f"no tiny model is called {name!r}: choose one of {', '.join(NAMES)}")
@@ -83,33 +103,35 @@ def build(name: str, root: Path | None = None, force: bool = False) -> TinyPair:
     if force or not final.exists():
         root.mkdir(parents=True, exist_ok=True)
         with (root / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the second process waits here, then finds the folder
-            if force or not final.exists():
-                beside = final.with_suffix(".tmp")
-                shutil.rmtree(beside, ignore_errors=True)  # of a build that was killed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if force or not final.exists():  # another process may have built it while this one waited
+                beside = final.with_name(final.name + ".tmp")
+                shutil.rmtree(beside, ignore_errors=True)  # left by a build that was killed
                 construct(name, beside, progress(name))
-                if final.exists():
-                    shutil.rmtree(final)
+                shutil.rmtree(final, ignore_errors=True)
                 beside.rename(final)
     return read(name, final)
 
 
 def read(name: str, folder: Path) -> TinyPair:
     """The pair in a folder that `construct` wrote."""
-    layers = LAYERS[name]
+    recipe = RECIPES[name]
+    drafters = {path.name: path for path in sorted((folder / "drafters").iterdir())}
+    config = read_json(next(iter(drafters.values())) / "config.json")
+    reference = folder / "reference"
     return TinyPair(
         name=name,
         folder=folder,
         target=folder / "target",
-        reference=folder / ("target" if name == "llama" else "reference"),
-        drafters={path.name: path for path in sorted((folder / "drafters").iterdir())},
-        layer_ids=layers["layer_ids"],
-        convention=layers["convention"],
-        inputs_to=layers["inputs_to"],
-        vocab_size=512,
-        draft_vocab_size=256,
-        hidden_size=64,
-        trust_remote_code=name == "kimi",
+        reference=reference if reference.exists() else folder / "target",
+        drafters=drafters,
+        layer_ids=recipe.layer_ids,
+        convention=recipe.convention,
+        inputs_to=recipe.inputs_to,
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config["draft_vocab_size"],
+        hidden_size=config["hidden_size"],
+        trust_remote_code=(folder / "target" / "processor_config.json").exists(),
     )
 
 
@@ -124,16 +146,16 @@ def progress(name: str) -> Callable[[str], None]:
 
 
 def construct(name: str, folder: Path, say: Callable[[str], None]) -> None:
-    """Trains the target and its drafters, and writes them into `folder`, which must not exist."""
-    import torch
+    """Trains the target and its drafters and writes them into `folder`, which must not exist."""
+    import torch  # here, since a pair from the cache needs neither torch nor the seconds that it takes to import
     from transformers.utils.logging import disable_progress_bar
 
     from tests.tiny import drafters, language, targets, tokenizer
 
     disable_progress_bar()
-
+    recipe = RECIPES[name]
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sums come out the same on any number of cores, and a busy machine is not made to spin
+    torch.set_num_threads(1)  # sums then come out the same on any number of cores
     try:
         generator = torch.Generator().manual_seed(SEED)
         tokens = tokenizer.train()
@@ -144,23 +166,18 @@ def construct(name: str, folder: Path, say: Callable[[str], None]) -> None:
             vocab_size=tokenizer.VOCAB_SIZE,
             seed=SEED,
         )
+        target = targets.llama() if name == "llama" else targets.deepseek()
+        targets.train(target, tongue, recipe.target_steps, generator, say)
         folder.mkdir(parents=True)
-        if name == "llama":
-            target = targets.llama()
-            targets.train(target, tongue, 500, generator, say)
-            targets.write_llama(target, tokens, folder)
-        else:
-            target = targets.deepseek()
-            targets.train(target, tongue, 500, generator, say)
-            targets.write_kimi(target, tokens, folder)
+        write_target = targets.write_llama if name == "llama" else targets.write_kimi
+        write_target(target, tokens, folder)
 
-        layers = LAYERS[name]
-        answers = drafters.Answers.of(target, layers["inputs_to"], tongue, generator)
+        answers = drafters.Answers.of(target, recipe.inputs_to, tongue, generator)
         ids_U = drafters.draft_vocabulary(answers.written())
-        for style in STYLES[name]:
-            make = drafters.mha_config if style == "mha" else drafters.mla_config
-            perfect = drafters.untrained(make(list(layers["layer_ids"])), ids_U, target, generator)
-            drafters.train(perfect, target, layers["inputs_to"], tongue, 300, generator, say)
+        for style in recipe.styles:
+            config = drafters.CONFIGS[style](list(recipe.layer_ids))
+            perfect = drafters.untrained(config, ids_U, target, generator)
+            drafters.train(perfect, target, recipe.inputs_to, tongue, DRAFTER_STEPS, generator, say)
             length = drafters.write(perfect, folder / "drafters" / f"{style}_perfect", answers, 0.0)
             say(f"{style}_perfect: acceptance length {length:.3f}")
             noise_UH = torch.randn(perfect.weights["lm_head.weight"].shape, generator=generator)

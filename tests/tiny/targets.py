@@ -112,16 +112,14 @@ def train(
     model.eval().requires_grad_(False)
 
 
-def write_llama(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
-    """`folder/target`, which serves and is its own reference; returns that folder."""
-    target = folder / "target"
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+def write_llama(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """`folder/target`, which transformers can load too."""
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
 
 
-def write_kimi(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
-    """`folder/target` as a Kimi-K2.5 checkpoint and `folder/reference` as a DeepSeek-V3 one; returns the latter."""
+def write_kimi(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """`folder/target` as a Kimi-K2.5 checkpoint, and `folder/reference` as the DeepSeek-V3 one inside it."""
     target, reference = folder / "target", folder / "reference"
     for each in (target, reference):
         tokenizer.save_pretrained(each)
@@ -167,7 +165,6 @@ def write_kimi(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
         "auto_map": {"AutoProcessor": "kimi_processor.TinyKimiProcessor"},
     }
     (target / "processor_config.json").write_text(json.dumps(processor, indent=1))
-    return reference
 
 
 def load(reference: Path) -> PreTrainedModel:

@@ -8,6 +8,7 @@ Shapes: B requests, T query rows, N keys, H query heads, K KV heads, G = H/K, D 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -70,8 +71,8 @@ def decode_attention_cpu(
         if special:
             attend_special(query[rows], k[0], v[0], None, sm_scale, logit_cap, sinks, output[rows])
             continue
-        seen = None if len(group) == 1 else before(lengths, max(lengths))[:, None]
-        attend(query[rows].unsqueeze(1), k, v, seen, sm_scale, output[rows].unsqueeze(1))
+        mask = None if len(group) == 1 else padding_mask(tuple(lengths), query.dtype)
+        attend(query[rows].unsqueeze(1), k, v, mask, sm_scale, output[rows].unsqueeze(1))
 
 
 def extend_attention_cpu(
@@ -122,7 +123,7 @@ def extend_attention_cpu(
         out = o_extend[new].view(size, length, *o_extend.shape[1:])
         tree = None
         if tree_mask is not None:
-            tree = tree_mask[group[0][4] : group[0][4] + size * length * length].view(size, length, length).bool()
+            tree = tree_mask[group[0][4] : group[0][4] + size * length * length]
         if k_extend is None:
             spans = [(row, prefix, prefix + length) for row, prefix in zip(rows, prefixes, strict=True)]
             k, v = gather(k_buffer, v_buffer, req_to_token, spans, length)
@@ -139,16 +140,18 @@ def extend_attention_cpu(
                 k = v = torch.cat([k_old, k], dim=1)
             else:
                 k, v = torch.cat([k_old, k], dim=1), torch.cat([v_old, v], dim=1)
-        if special:
-            seen = visible(prefixes, longest, length, tree, is_causal, sliding_window_size)
-            attend_special(q[0], k[0], v[0], seen[0], sm_scale, logit_cap, sinks, out[0])
-        elif tree is None and is_causal and not longest and sliding_window_size <= 0:
+        plain = tree is None and sliding_window_size <= 0 and not special
+        if plain and is_causal and not longest:
             attend(q, k, v, None, sm_scale, out, is_causal=length > 1)
-        elif length == 1 and size == 1 and sliding_window_size <= 0:
-            attend(q, k, v, None, sm_scale, out)
+            continue
+        mask = None
+        if not (plain and size == length == 1):
+            key = None if tree is None else tree.bool().numpy().tobytes()
+            mask = extend_mask(tuple(prefixes), length, key, is_causal, sliding_window_size, q.dtype)
+        if special:
+            attend_special(q[0], k[0], v[0], mask[0], sm_scale, logit_cap, sinks, out[0])
         else:
-            seen = visible(prefixes, longest, length, tree, is_causal, sliding_window_size)
-            attend(q, k, v, seen, sm_scale, out)
+            attend(q, k, v, mask, sm_scale, out)
 
 
 def refuse_unsupported(is_cross_attn, encoder_lens, query, k_cache):
@@ -205,34 +208,43 @@ def gather(k_cache, v_cache, req_to_token, spans, width):
     return k, v_cache.index_select(0, slots).view(len(spans), width, *v_cache.shape[1:])
 
 
-def before(lengths, width):
-    """[B, width] bool: true in the first `length` places of each row."""
-    return torch.arange(width) < torch.tensor(lengths)[:, None]
+# Masks are functions of a few numbers, and every layer of a forward pass asks for the same one.
+@functools.lru_cache(maxsize=4)
+def padding_mask(lengths, dtype):
+    """[B, 1, longest] additive: -inf past each request's length."""
+    return additive(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None, None], dtype)
 
 
-def visible(prefixes, longest, length, tree, is_causal, window):
-    """Which keys each new row may see: [B, length, longest + length] bool; the keys are the prefix, padded to
-    `longest`, then the new ones. A window counts back from the row itself."""
-    size = len(prefixes)
-    old = before(prefixes, longest)[:, None].expand(size, length, longest)
+@functools.lru_cache(maxsize=4)
+def extend_mask(prefixes, length, tree, is_causal, window, dtype):
+    """What each new row may not see, additive: [B, length, longest prefix + length]. The keys are the prefix, padded
+    to the longest, then the new ones. tree: B*length*length booleans as bytes, or None; a window counts back from the
+    row itself."""
+    size, longest = len(prefixes), max(prefixes)
+    starts, step = torch.tensor(prefixes)[:, None], torch.arange(length)
+    old = (torch.arange(longest) < starts)[:, None].expand(size, length, longest)
     if tree is not None:
-        new = tree
+        new = torch.frombuffer(bytearray(tree), dtype=torch.bool).view(size, length, length)
     else:
         new = torch.ones((size, length, length), dtype=torch.bool)
         new = new.tril() if is_causal else new
     seen = torch.cat([old, new], dim=-1)
     if window > 0:
-        start, step = torch.tensor(prefixes)[:, None], torch.arange(length)
-        key = torch.cat([torch.arange(longest).expand(size, longest), start + step], dim=1)
-        seen &= key[:, None] > (start + step)[:, :, None] - window
-    return seen
+        key = torch.cat([torch.arange(longest).expand(size, longest), starts + step], dim=1)
+        seen &= key[:, None] > (starts + step)[:, :, None] - window
+    return additive(seen, dtype)
 
 
-def attend(q, k, v, seen, scale, out, is_causal=False):
+def additive(seen, dtype):
+    """0 where a key is seen and -inf elsewhere, in the served dtype: what the kernel takes without converting it."""
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+
+
+def attend(q, k, v, mask, scale, out, is_causal=False):
     """softmax(q k^T * scale) v, into `out`.
 
     q [B, T, H, D]; k [B, N, K, D]; v [B, N, K, V'], where V' may exceed V (a latent cache: the rest is not a value)
-    or fall short of D; seen [B, T, N] bool, or None for all; is_causal: row i sees keys 0..i; out [B, T, H, V].
+    or fall short of D; mask [B, T, N] additive, or None; is_causal: row i sees keys 0..i; out [B, T, H, V].
     """
     batch, rows, heads, width = q.shape
     kv_heads, v_width = k.shape[2], out.shape[3]
@@ -240,10 +252,7 @@ def attend(q, k, v, seen, scale, out, is_causal=False):
     if v.shape[3] < width:  # the fast kernel wants keys and values of one width
         v = F.pad(v, (0, width - v.shape[3]))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    mask = None
-    if seen is not None:
-        # An additive mask in the served dtype is what the kernel takes without converting it.
-        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -math.inf)[:, None]
+    mask = None if mask is None else mask[:, None]
     if is_causal or rows > MAX_FOLDED_ROWS:
         found = F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
@@ -256,22 +265,22 @@ def attend(q, k, v, seen, scale, out, is_causal=False):
     if mask is not None and group > 1:
         mask = mask.repeat(1, 1, group, 1)
     found = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
-    found = found[..., :v_width].unflatten(2, (group, rows)).permute(0, 3, 1, 2, 4)
+    found = found[..., :v_width].view(batch, kv_heads, group, rows, v_width).permute(0, 3, 1, 2, 4)
     out.view(batch, rows, kv_heads, group, v_width).copy_(found)
 
 
-def attend_special(q, k, v, seen, scale, logit_cap, sinks, out):
+def attend_special(q, k, v, mask, scale, logit_cap, sinks, out):
     """The rare variants, in float32: scores squeezed to logit_cap*tanh(score/logit_cap), and sinks [H]: a logit for
-    each head that takes part in the softmax and has no value. q [T, H, D]; k [N, K, D]; v [N, K, V]; seen [T, N] or
-    None; out [T, H, V]."""
+    each head that takes part in the softmax and has no value. q [T, H, D]; k [N, K, D]; v [N, K, V]; mask [T, N]
+    additive, or None; out [T, H, V]."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     keys = k.float().repeat_interleave(group, dim=1)
     values = v[..., : out.shape[2]].float().repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
     if logit_cap and logit_cap > 0:
         scores = logit_cap * torch.tanh(scores / logit_cap)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
+    if mask is not None:
+        scores = scores + mask
     if sinks is not None:
         sink = sinks.float().view(heads, 1, 1).expand(heads, scores.shape[1], 1)
         weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]

@@ -102,10 +102,10 @@ def patch_linear() -> None:
 
 def patch_rotary() -> None:
     """Rotate queries and keys in a few operations."""
-    owner, _ = owner_of(ROTARY, "RotaryEmbedding.forward_cpu")
+    owner, _ = owner_of(ROTARY, "RotaryEmbedding.forward_native")
     replace(
         ROTARY,
-        "RotaryEmbedding.forward_cpu",
+        "RotaryEmbedding.forward_native",
         "self positions query key offsets fused_set_kv_buffer_arg",
         lambda original: rotary.forward_of(owner, original),
     )

@@ -32,9 +32,9 @@ def rotate(rope, positions, query, key):
 
 
 def forward_of(base, original):
-    """SGLang's RotaryEmbedding.forward_cpu (`original`, of class `base`), with `rotate` for the ordinary case."""
+    """SGLang's RotaryEmbedding.forward_native (`original`, of class `base`), with `rotate` for the ordinary case."""
 
-    def forward_cpu(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+    def forward_native(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
         ordinary = (
             type(self).forward_native is base.forward_native
             and self.is_neox_style
@@ -49,4 +49,4 @@ def forward_of(base, original):
             return rotate(self, positions, query, key)
         return original(self, positions, query, key, offsets, fused_set_kv_buffer_arg)
 
-    return forward_cpu
+    return forward_native
