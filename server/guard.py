@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 GRACE_S = 6.0
 PR_SET_PDEATHSIG = 1
@@ -22,14 +23,20 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+def runs(group: int) -> bool:
+    """Whether a process of the group runs. One that ended and that nobody has collected yet does not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
+
+
 def end_group(group: int) -> None:
     signal_group(group, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
+    while time.monotonic() < deadline and runs(group):
         time.sleep(0.1)
     signal_group(group, signal.SIGKILL)
 

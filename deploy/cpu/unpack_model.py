@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -57,6 +56,8 @@ def convert(gguf: Path, folder: Path) -> None:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     source = {"gguf_file": gguf.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **source)
     # What is saved is dequantised: transformers would refuse to save it while it thinks of it as GGUF.
@@ -85,7 +86,7 @@ def unpack(profile: Profile) -> Path:
         (part / "source.json").write_text(json.dumps(source, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            os.rename(part, folder)
+            part.rename(folder)
         except OSError:
             # Another run was faster.
             if not (folder / "source.json").exists():

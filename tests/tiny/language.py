@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny.tokenizer import EOS, SPECIALS, VOCAB_SIZE, printable_ids
 
 MAIN, SECOND, THIRD = 0.55, 0.20, 0.10  # chances of the named successors; the rest falls on any printable token
 CORE = 258  # a few more than a draft vocabulary of 256 can hold beside the start token
@@ -69,23 +72,24 @@ class Language:
         return self.spoken_to[torch.randint(len(self.spoken_to), (batch, time), generator=generator)]
 
 
-def build(printable: list[int], specials: int, end_token: int, vocab_size: int, seed: int) -> Language:
-    """A language over `printable` ids and the end token; ids below `specials` are in no prompt.
+def build(tokens: PreTrainedTokenizerFast, seed: int) -> Language:
+    """A language over the tokenizer's printable ids and its end token.
 
     The state of the greedy walk is (mode of the token before, token). Each mode sends one half of the core to one half
     of the core, and the other mode sends it to the other half: every state then has exactly one state before it, so the
     walk falls into cycles, and tables are drawn until it is one cycle through all 2 * CORE states.
     """
     generator = torch.Generator().manual_seed(seed)
-    core_C = torch.tensor(printable)[torch.randperm(len(printable), generator=generator)[:CORE]]
-    core_C[0] = end_token
+    printable = torch.tensor(printable_ids(tokens))
+    core_C = printable[torch.randperm(len(printable), generator=generator)[:CORE]]
+    core_C[0] = EOS
     half = CORE // 2
-    mode_V = torch.randint(2, (vocab_size,), generator=generator)
+    mode_V = torch.randint(2, (VOCAB_SIZE,), generator=generator)
     mode_V[core_C[:half]] = 0
     mode_V[core_C[half:]] = 1
 
     def any_core() -> Tensor:
-        return core_C[torch.randint(CORE, (vocab_size,), generator=generator)]
+        return core_C[torch.randint(CORE, (VOCAB_SIZE,), generator=generator)]
 
     main_MV = any_core().repeat(2, 1)  # tokens off the cycle have one main successor, whatever came before
     while True:
@@ -102,8 +106,8 @@ def build(printable: list[int], specials: int, end_token: int, vocab_size: int, 
         third_V=any_core(),
         mode_V=mode_V,
         core_C=core_C,
-        printable=torch.tensor(printable),
-        spoken_to=torch.arange(specials, vocab_size),
+        printable=printable,
+        spoken_to=torch.arange(len(SPECIALS), VOCAB_SIZE),
     )
 
 

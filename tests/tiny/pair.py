@@ -159,13 +159,7 @@ def construct(name: str, folder: Path, say: Callable[[str], None]) -> None:
     try:
         generator = torch.Generator().manual_seed(SEED)
         tokens = tokenizer.train()
-        tongue = language.build(
-            tokenizer.printable_ids(tokens),
-            specials=len(tokenizer.SPECIALS),
-            end_token=tokenizer.EOS,
-            vocab_size=tokenizer.VOCAB_SIZE,
-            seed=SEED,
-        )
+        tongue = language.build(tokens, SEED)
         target = targets.llama() if name == "llama" else targets.deepseek()
         targets.train(target, tongue, recipe.target_steps, generator, say)
         folder.mkdir(parents=True)
