@@ -23,8 +23,8 @@ from scipy import stats
 from bench.sampling import ENOUGH, NOVEL, RANKS, SETTLED, UNKNOWN, Case, Ranking, SamplingError, collect, compare
 
 VOCABULARY, LENGTH, STEPS, START = 24, 4, 3, 0
-SAMPLES, REFERENCE, SEEDS = 20_000, 120_000, 20
-ERROR_RATE = 1e-4  # as strict as any comparison with a real engine
+SAMPLES, REFERENCE, SEEDS = 20_000, 240_000, 20  # sizes and error rate as with the real engine
+ERROR_RATE = 4e-5
 BIAS = 0.02  # total variation distance of every biased decision
 DECODINGS = {"plain": {}, "top-p": {"top_p": 0.9}, "top-k": {"temperature": 1.3, "top_k": 6}}
 TREES = {"chain": (1, 4), "tree": (2, 6)}  # children of a node at most, nodes with the root

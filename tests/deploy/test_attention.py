@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
 import torch
 
-SLOTS, WIDEST = 200, 64
+PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -44,17 +45,17 @@ def _dtype(request):
 class Pool:
     """A cache with every slot filled, and a table that gives each request slots in no order."""
 
-    def __init__(self, heads, dtype, requests, seed=0):
+    def __init__(self, heads, dtype, requests, length=64):
         self.heads, self.dtype = heads, dtype
-        self.random = torch.Generator().manual_seed(seed)
-        self.keys = self.noise(SLOTS, heads.kv, heads.width)
-        self.values = self.keys[..., : heads.value] if heads.latent else self.noise(SLOTS, heads.kv, heads.value)
-        order = torch.randperm(SLOTS, generator=self.random)[: requests * WIDEST]
-        self.table = torch.zeros((requests + 2, WIDEST + 7), dtype=torch.int32)
+        self.random = torch.Generator().manual_seed(0)
+        slots = requests * length + 8
+        self.keys = self.noise(slots, heads.kv, heads.width)
+        self.values = self.keys[..., : heads.value] if heads.latent else self.noise(slots, heads.kv, heads.value)
+        order = torch.randperm(slots, generator=self.random).int()
+        self.table = torch.zeros((requests + 2, length + 7), dtype=torch.int32)
         self.rows = torch.randperm(requests + 2, generator=self.random)[:requests]
         for number, row in enumerate(self.rows.tolist()):
-            part = order[number * WIDEST : (number + 1) * WIDEST]
-            self.table[row, : len(part)] = part.int()
+            self.table[row, :length] = order[number * length : (number + 1) * length]
 
     def noise(self, *shape):
         return torch.randn(shape, generator=self.random).to(self.dtype)
@@ -108,11 +109,12 @@ def decode(pool, lengths, window=0, cap=0.0, sinks=None, store=True):
     return out, torch.cat(expected)
 
 
-def extend(pool, prefixes, lengths, trees=None, window=0, cap=0.0, sinks=None, causal=True, given=True):
+def extend(pool, prefixes, lengths, trees=None, window=0, cap=0.0, sinks=None, causal=True, given=True, gap=0):
     """Run the op on `lengths` new tokens after `prefixes` cached ones; returns what it wrote, and should have."""
     heads = pool.heads
-    total, ends = sum(lengths), [p + n for p, n in zip(prefixes, lengths, strict=True)]
-    starts = [sum(lengths[:b]) for b in range(len(lengths))]
+    ends = [p + n for p, n in zip(prefixes, lengths, strict=True)]
+    starts = [sum(lengths[:b]) + b * gap for b in range(len(lengths))]
+    total = starts[-1] + lengths[-1]
     q, key = pool.noise(total, heads.query, heads.width), pool.noise(total, heads.kv, heads.width)
     value = key[..., : heads.value].contiguous() if heads.latent else pool.noise(total, heads.kv, heads.value)
     keys, values = pool.keys.clone(), pool.values.clone()
@@ -130,7 +132,7 @@ def extend(pool, prefixes, lengths, trees=None, window=0, cap=0.0, sinks=None, c
         pool.values, 1.0, 1.0, pool.table, pool.rows, torch.tensor(ends), torch.tensor(lengths), torch.tensor(starts),
         max(lengths), 0.3, cap, False, window, None, sinks, mask, causal,
     )  # fmt: skip
-    expected = []
+    expected = torch.full((total, heads.query, heads.value), math.nan, dtype=torch.float64)
     for b, (prefix, length, start) in enumerate(zip(prefixes, lengths, starts, strict=True)):
         slots = pool.slots(b, 0, prefix + length)
         seen = torch.zeros((length, prefix + length), dtype=torch.bool)
@@ -143,8 +145,9 @@ def extend(pool, prefixes, lengths, trees=None, window=0, cap=0.0, sinks=None, c
                 else:
                     visible = place <= prefix + row or not causal
                 seen[row, place] = visible and (window <= 0 or place > prefix + row - window)
-        expected.append(reference(q[start : start + length], keys[slots], values[slots], seen, 0.3, cap, sinks))
-    return out, torch.cat(expected)
+        own = slice(start, start + length)
+        expected[own] = reference(q[own], keys[slots], values[slots], seen, 0.3, cap, sinks)
+    return out, expected
 
 
 def random_tree(size, seed):
@@ -158,7 +161,7 @@ def random_tree(size, seed):
 
 def check(found, dtype):
     out, expected = found
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
 
 
 @pytest.mark.parametrize("lengths", [[1], [40], [3, 3], [17, 12, 20], [1, 60, 2]], ids=str)
@@ -202,6 +205,10 @@ def test_extend(heads, dtype, prefixes, lengths):
     check(extend(Pool(heads, dtype, len(lengths)), prefixes, lengths), dtype)
 
 
+def test_extend_leaves_rows_between_requests_alone(heads, dtype):
+    check(extend(Pool(heads, dtype, 2), [8, 11], [4, 4], gap=3), dtype)
+
+
 def test_extend_that_sees_everything(heads, dtype):
     check(extend(Pool(heads, dtype, 2), [4, 9], [5, 5], causal=False), dtype)
 
@@ -241,25 +248,44 @@ def test_mla_heads_that_are_not_absorbed(dtype):
     check((out, reference(q, k, v, torch.ones((9, 9), dtype=torch.bool).tril(), 0.3)), dtype)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8])
-def test_verification_sees_what_decoding_sees(heads, rows):
-    """A chain of drafts attends like as many decoded tokens, so that in fp32 both choose the same tokens."""
-    pool = Pool(heads, torch.float32, 1)
+def verified_and_decoded(heads, dtype, prefix, rows, trees=None):
+    """What rows verified at once give, and what they give decoded one by one."""
+    pool = Pool(heads, dtype, 1, length=prefix + rows)
     q, key = pool.noise(rows, heads.query, heads.width), pool.noise(rows, heads.kv * heads.width)
-    value = key.view(rows, heads.kv, -1)[..., : heads.value].reshape(rows, -1)
-    one_by_one = torch.zeros((rows, heads.query, heads.value))
-    for row in range(rows):
-        torch.ops.sgl_kernel.decode_attention_cpu(
-            q[row : row + 1], pool.keys, pool.values, 1.0, 1.0, one_by_one[row : row + 1], key[row : row + 1],
-            value[row : row + 1], pool.slots(0, 30 + row, 31 + row), torch.empty(0), pool.table, pool.rows,
-            torch.tensor([31 + row]), 0.3, 0.0, False, 0, None, None,
-        )  # fmt: skip
+    value = key if heads.latent else pool.noise(rows, heads.kv * heads.value)
+    value = value.view(rows, heads.kv, -1)[..., : heads.value].reshape(rows, -1)
+    one_by_one = torch.zeros((rows, heads.query, heads.value), dtype=dtype)
     at_once = torch.zeros_like(one_by_one)
+    for row in range(rows):
+        here, end = slice(row, row + 1), prefix + row + 1
+        torch.ops.sgl_kernel.decode_attention_cpu(
+            q[here], pool.keys, pool.values, 1.0, 1.0, one_by_one[here], key[here], value[here],
+            pool.slots(0, end - 1, end), torch.empty(0), pool.table, pool.rows, torch.tensor([end]), 0.3, 0.0, False,
+            0, None, None,
+        )  # fmt: skip
     torch.ops.sgl_kernel.extend_attention_cpu(
-        q, key, value, at_once, pool.keys, pool.values, 1.0, 1.0, pool.table, pool.rows, torch.tensor([30 + rows]),
+        q, key, value, at_once, pool.keys, pool.values, 1.0, 1.0, pool.table, pool.rows, torch.tensor([prefix + rows]),
         torch.tensor([rows]), torch.tensor([0]), rows, 0.3, 0.0, False, 0, None, None, None, True,
     )  # fmt: skip
+    return at_once, one_by_one
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("prefix", [3, 30, 700])
+def test_verification_sees_what_decoding_sees(heads, prefix, rows):
+    """In fp32 both then choose the same tokens, near ties apart."""
+    at_once, one_by_one = verified_and_decoded(heads, torch.float32, prefix, rows)
     torch.testing.assert_close(at_once, one_by_one, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif("amx_bf16" not in PROCESSOR, reason="holds for the AMX kernels")
+@pytest.mark.parametrize("rows", [2, 4, 8, 13])
+@pytest.mark.parametrize("prefix", [3, 20, 24, 30, 63, 505, 511, 700, 1020])
+@pytest.mark.parametrize(
+    "heads", [Heads(9, 3, 64, 64), Heads(8, 1, 64, 64), Heads(40, 1, 64, 64), Heads(8, 1, 96, 64, latent=True)], ids=str
+)
+def test_verification_equals_decoding_to_the_bit_in_bfloat16(heads, prefix, rows):
+    assert torch.equal(*verified_and_decoded(heads, torch.bfloat16, prefix, rows))
 
 
 def test_what_the_stand_in_cannot_do_is_refused():

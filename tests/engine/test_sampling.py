@@ -1,21 +1,22 @@
-"""Speculation at a temperature samples what plain decoding samples: 20,000 continuations of every kind, on the real engine.
+"""Speculation at a temperature samples what plain decoding samples: 20,000 continuations a kind, on the real engine.
 
 Each kind is compared with the engine's own plain decoding, and with a larger sample that transformers draws from the
-same weights. Three prompts with three ways to sample travel side by side in every batch.
+same weights. Three prompts with three ways to sample travel side by side in every batch. Two engines run at a time,
+each on one core.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import server.engine
-from bench.sampling import Case, Ranking, Samples, collect, compare
+from bench.sampling import Case, Comparison, Ranking, Samples, collect, compare
 from drafter.acceptance import acceptance_length
 from server.config import load_profile
 from server.engine import Engine
@@ -24,24 +25,45 @@ from tests.tiny import TinyPair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SAMPLES, TOKENS = 20_000, 4
+SAMPLES, TOKENS = 20_000, 4  # prefill draws the first token, verify steps the others
 LEARNED, REFERENCE = 60_000, 180_000  # drawn by transformers: to rank tokens, and to compare with
-CONCURRENCY = 128
-PLAIN = ("none", {})
-SPECULATIVE = {
-    "chain": ("mha_noised_a", {"num_steps": 3}),
-    "tree": ("mha_noised_a", {"num_steps": 3, "topk": 4, "draft_tokens": 8}),
-    "ngram": ("ngram", {}),
-}
+RUNNING, LANES = 256, 2
 HOW = {
     "temperature": {"temperature": 0.8},
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "top-k": {"temperature": 1.2, "top_k": 8},
 }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine to sample from, and how."""
+
+    drafter: str = "none"
+    options: dict[str, int] = field(default_factory=dict)
+    flags: str = ""
+    how: tuple[str, ...] = tuple(HOW)
+
+
+SPECULATIVE = {
+    "tree": Kind("mha_noised_a", {"num_steps": 3, "topk": 4, "draft_tokens": 8}),
+    "chain": Kind("mha_noised_a", {"num_steps": 3}),
+    "ngram": Kind("ngram"),
+}
+# SGLang's own switch to trade exactness for speed: every child is taken with its probability divided by 0.97.
+LOSSY = Kind("mha_perfect", {"num_steps": 3}, '"--speculative-accept-threshold-acc", "0.97"', ("temperature",))
+KINDS = {"none": Kind(), **SPECULATIVE, "lossy": LOSSY}  # in the order of their start
 # The chance that a right engine fails any comparison of this file, and of each: transformers with every kind, plain
 # decoding with every speculative one.
 FAMILY_ERROR_RATE = 0.001
 ERROR_RATE = FAMILY_ERROR_RATE / (len(HOW) * (2 * len(SPECULATIVE) + 1))
+
+
+class Unchecked(Engine):
+    """An engine that may run with flags that Eyas refuses because they change the samples."""
+
+    def _compare(self) -> None:
+        pass
 
 
 class Reference:
@@ -53,7 +75,7 @@ class Reference:
 
 
 def cut(logits: np.ndarray, case: Case) -> np.ndarray:
-    """Distributions [B, V]: of the top_k likeliest tokens, those before which at most top_p of everything has passed."""
+    """Distributions [B, V]: of the top_k likeliest tokens, those before which at most top_p of all has passed."""
     shares = np.exp((logits - logits.max(axis=1, keepdims=True)) / case.temperature)
     shares /= shares.sum(axis=1, keepdims=True)
     order = np.argsort(-shares, axis=1, kind="stable")
@@ -66,7 +88,7 @@ def cut(logits: np.ndarray, case: Case) -> np.ndarray:
 
 @torch.inference_mode()
 def draw(model: PreTrainedModel, case: Case, samples: int, random: np.random.Generator) -> np.ndarray:
-    """Independent continuations [N, L]; each prefix that occurs is computed once and its successors are drawn at once."""
+    """Independent continuations [N, L]; a prefix is computed once, and all its successors are drawn at once."""
     rows, counts = np.empty((1, 0), np.int64), np.array([samples])
     for _ in range(TOKENS):
         longer, how_many = [], []
@@ -92,50 +114,66 @@ def cases(pair: TinyPair) -> dict[str, Case]:
     """Three prompts of different lengths; one repeats itself, so that NGRAM has drafts from the start."""
     encode = AutoTokenizer.from_pretrained(pair.target)
     texts = ("the eagle hunts over water", "it dives and sees a fish, it dives and sees a fish, it dives", "spring")
-    return {
-        name: Case(tuple(encode(text)["input_ids"]), **how)
-        for text, (name, how) in zip(texts, HOW.items(), strict=True)
-    }
+    prompts = (tuple(encode(text)["input_ids"]) for text in texts)
+    return {name: Case(prompt, **how) for prompt, (name, how) in zip(prompts, HOW.items(), strict=True)}
+
+
+Drawn = dict[str, Future[dict[str, Samples]]]
 
 
 @pytest.fixture(scope="module")
-def references(pair: TinyPair, cases: dict[str, Case]) -> dict[str, Reference]:
+def drawn(
+    engines: EnginePool, pair: TinyPair, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Drawn]:
+    """`drawn["chain"].result()["top-p"]`: that kind's continuations. All kinds start at once, as lanes become free."""
+    engines.stop()
+    folder = tmp_path_factory.mktemp("sampling")
+    text = engines.profile(pair, RUNNING).source.read_text()
+
+    def samples_of(name: str) -> dict[str, Samples]:
+        kind = KINDS[name]
+        file = folder / f"{name}.toml"
+        file.write_text(text.replace("[engine]", f"[engine]\nextra_args = [{kind.flags}]"))
+        drafter = str(pair.drafters[kind.drafter]) if kind.drafter in pair.drafters else kind.drafter
+        kind_of_engine = Unchecked if kind.flags else Engine
+        with kind_of_engine(load_profile(file), drafter, run_dir=folder / name, **kind.options) as engine:
+            found = collect(
+                engine.url,
+                engine.headers,
+                [cases[how] for how in kind.how],
+                samples=SAMPLES,
+                tokens=TOKENS,
+                concurrency=2 * RUNNING,
+                title=name,
+            )
+        return dict(zip(kind.how, found, strict=True))
+
+    with ThreadPoolExecutor(LANES) as lanes:
+        yield {name: lanes.submit(samples_of, name) for name in KINDS}
+        lanes.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def references(drawn: Drawn, pair: TinyPair, cases: dict[str, Case]) -> dict[str, Reference]:
     model = AutoModelForCausalLM.from_pretrained(pair.reference, dtype=torch.float32).eval()
     random = np.random.default_rng(23)
     return {name: Reference(model, case, random) for name, case in cases.items()}
 
 
-@pytest.fixture(scope="module")
-def sampled(
-    engines: EnginePool, pair: TinyPair, cases: dict[str, Case]
-) -> Iterator[Callable[[str], dict[str, Samples]]]:
-    """`sampled("chain")["top-p"]`: that kind's continuations, drawn when they are first asked for."""
-    drawn: dict[str, dict[str, Samples]] = {}
-
-    def of(kind: str) -> dict[str, Samples]:
-        if kind not in drawn:
-            drafter, options = SPECULATIVE.get(kind, PLAIN)
-            engine = engines.get(pair, drafter, requests=CONCURRENCY, **options)
-            drawn[kind] = dict(zip(cases, draw_from(engine, list(cases.values()), kind), strict=True))
-        return drawn[kind]
-
-    yield of
-    engines.stop()
-
-
-def draw_from(engine: Engine, cases: list[Case], title: str) -> list[Samples]:
-    return collect(
-        engine.url, engine.headers, cases, samples=SAMPLES, tokens=TOKENS, concurrency=2 * CONCURRENCY, title=title
-    )
+def judge(what: str, reference: np.ndarray, samples: Samples, ranking: Ranking) -> Comparison:
+    """The comparison, said aloud: its figures are the evidence where the test passes, too."""
+    found = compare(reference, samples.tokens, error_rate=ERROR_RATE, ranking=ranking)
+    length = acceptance_length(samples.histogram)
+    tv = ", ".join(f"{a:.4f} ({b:.4f})" for a, b in zip(found.tv_by_position, found.tv_floor_by_position, strict=True))
+    accepted = f", acceptance length {length:.2f}" if length else ""
+    print(f"{what}: p {found.p_ranks:.3g} (ranks), {found.p_novel:.3g} (novel){accepted}; TV (floor) {tv}")
+    return found
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_plain_decoding_samples_the_model(
-    sampled: Callable[[str], dict[str, Samples]], references: dict[str, Reference], how: str
-) -> None:
-    plain, reference = sampled("none")[how], references[how]
-    found = compare(reference.tokens, plain.tokens, error_rate=ERROR_RATE, ranking=reference.ranking)
-    print(f"plain {how}: {found}")
+def test_plain_decoding_samples_the_model(drawn: Drawn, references: dict[str, Reference], how: str) -> None:
+    plain, reference = drawn["none"].result()[how], references[how]
+    found = judge(f"plain {how}, transformers", reference.tokens, plain, reference.ranking)
     assert not found.differs, found
     assert not plain.histogram
     # Nothing would be shown by continuations that are nearly all the same.
@@ -147,39 +185,19 @@ def test_plain_decoding_samples_the_model(
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", SPECULATIVE)
 def test_speculation_samples_what_plain_decoding_samples(
-    sampled: Callable[[str], dict[str, Samples]], references: dict[str, Reference], kind: str, how: str
+    drawn: Drawn, references: dict[str, Reference], kind: str, how: str
 ) -> None:
-    plain, speculated, reference = sampled("none")[how], sampled(kind)[how], references[how]
-    accepted = acceptance_length(speculated.histogram)
+    plain, speculated, reference = drawn["none"].result()[how], drawn[kind].result()[how], references[how]
     for name, tokens in (("transformers", reference.tokens), ("plain decoding", plain.tokens)):
-        found = compare(tokens, speculated.tokens, error_rate=ERROR_RATE, ranking=reference.ranking)
-        print(f"{kind} {how} against {name}, acceptance length {accepted:.2f}: {found}")
+        found = judge(f"{kind} {how}, {name}", tokens, speculated, reference.ranking)
         assert not found.differs, (name, found)
-    assert accepted is not None
-    assert accepted > 1.05, "hardly a draft was accepted, so this shows nothing about speculation"
+    length = acceptance_length(speculated.histogram)
+    assert length is not None
+    assert length > 1.05, "hardly a draft was accepted, so this shows nothing about speculation"
 
 
-def test_a_verify_that_accepts_a_little_too_much_is_found(
-    engines: EnginePool,
-    pair: TinyPair,
-    cases: dict[str, Case],
-    references: dict[str, Reference],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """SGLang's own switch to trade exactness for speed: every child is taken with its probability divided by 0.97."""
-    engines.stop()
-    text = engines.profile(pair, CONCURRENCY).source.read_text()
-    lossy = 'device = "cpu"\nextra_args = ["--speculative-accept-threshold-acc", "0.97"]'
-    profile_file = tmp_path / "lossy.toml"
-    profile_file.write_text(text.replace('device = "cpu"', lossy))
-    # Eyas would refuse to run it.
-    monkeypatch.setattr(server.engine, "changed_arguments", lambda expected, resolved: [])
-    drafter, options = SPECULATIVE["chain"]
-    with Engine(load_profile(profile_file), str(pair.drafters[drafter]), run_dir=tmp_path / "run", **options) as engine:
-        (speculated,) = draw_from(engine, [cases["temperature"]], "lossy")
-    reference = references["temperature"]
-    found = compare(reference.tokens, speculated.tokens, error_rate=ERROR_RATE, ranking=reference.ranking)
-    print(f"lossy: {found}")
+def test_a_verify_that_accepts_a_little_too_much_is_found(drawn: Drawn, references: dict[str, Reference]) -> None:
+    lossy, reference = drawn["lossy"].result()["temperature"], references["temperature"]
+    found = judge("lossy temperature, transformers", reference.tokens, lossy, reference.ranking)
     assert found.differs, found
     assert 0.01 < max(found.tv_by_position) < 0.04, "the bias is not the small one that this test is about"

@@ -122,15 +122,17 @@ def mix(scores: list[float], values: list[Tensor]) -> Tensor:
 def yarn_frequency(pair: int, width: int) -> float:
     """One frequency by the definition: pairs are blended by where they lie between two numbers of turns."""
 
-    def pair_that_turns(times: float) -> float:
-        wavelength = YARN["original_max_position_embeddings"] / times
-        return math.log(wavelength / (2 * math.pi)) / math.log(YARN["rope_theta"]) * width / 2
+    yarn: dict[str, Any] = dict(YARN)
 
-    low = max(math.floor(pair_that_turns(YARN["beta_fast"])), 0)
-    high = min(math.ceil(pair_that_turns(YARN["beta_slow"])), width - 1)
+    def pair_that_turns(times: float) -> float:
+        wavelength = yarn["original_max_position_embeddings"] / times
+        return math.log(wavelength / (2 * math.pi)) / math.log(yarn["rope_theta"]) * width / 2
+
+    low = max(math.floor(pair_that_turns(yarn["beta_fast"])), 0)
+    high = min(math.ceil(pair_that_turns(yarn["beta_slow"])), width - 1)
     slowed = min(max((pair - low) / (high - low), 0.0), 1.0)
-    plain = YARN["rope_theta"] ** (-2 * pair / width)
-    return plain * (1 - slowed) + plain / YARN["factor"] * slowed
+    plain = float(yarn["rope_theta"] ** (-2 * pair / width))
+    return plain * (1 - slowed) + plain / yarn["factor"] * slowed
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -53,17 +53,14 @@ def test_greedy_answers_differ_and_do_not_loop(answers: tuple[list[list[int]], l
 
 @pytest.mark.slow
 def test_answers_end_where_the_language_ends_them(built: TinyPair) -> None:
-    """The walk passes the end token twice a round: after each of two states, the target's greedy choice is to stop."""
+    """The greedy walk passes the end token twice in a round; there the target's own greedy choice is to stop."""
     tongue = language.build(tokenizer.train(), pair.SEED)
-    model = targets.load(built.reference)
-    before = [
-        [5, 6, 7, int((tongue.mode_V == mode).nonzero()[-1]), int(token)]
-        for mode in (0, 1)
-        for token in tongue.core_C
-        if tongue.main_MV[mode, token] == EOS
-    ]
-    assert len(before) == 2
-    assert model(torch.tensor(before)).logits[:, -1].argmax(-1).tolist() == [EOS, EOS]
+    tokens_BT = tongue.sample(160, 64, torch.Generator().manual_seed(8), surprise=0.0)
+    ends_BT = (tongue.successors(tokens_BT)[..., 0] == EOS)[:, language.LONGEST_PROMPT :]
+    chosen_BT = targets.load(built.reference)(tokens_BT).logits[:, language.LONGEST_PROMPT :].argmax(-1)
+    assert ends_BT.sum() >= 10
+    assert (chosen_BT[ends_BT] == EOS).float().mean() > 0.8
+    assert (chosen_BT[~ends_BT] == EOS).float().mean() < 0.01
 
 
 @pytest.mark.slow
@@ -148,8 +145,9 @@ def test_kimi_checkpoint_is_the_text_model_under_another_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_two_builds_are_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_builds_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any number of threads. The Kimi alone, which has everything that the Llama has; a few steps of training."""
+    name = "kimi"
     recipe = pair.RECIPES[name]
     short = pair.Recipe(recipe.layer_ids, recipe.convention, recipe.inputs_to, recipe.styles, target_steps=9)
     monkeypatch.setitem(pair.RECIPES, name, short)

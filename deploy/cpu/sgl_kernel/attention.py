@@ -1,24 +1,28 @@
 """Attention over the paged KV cache, through torch's scaled_dot_product_attention in the served dtype.
 
-SGLang's `intel_amx` backend calls these two ops once a layer. Query heads that share a KV head are folded into the
-query axis, so keys are read once; a batch runs as one padded call unless its lengths differ so much that padding
-would cost more than it saves.
+SGLang's `intel_amx` backend calls these two ops once a layer. Query heads that share a KV head become rows of one
+call, a batch one padded call, and keys are padded to whole blocks: a row then comes out the same to the bit however
+many rows go with it (bfloat16 on a processor with AMX), so that verifying drafts changes no answer there either.
 Shapes: B requests, T query rows, N keys, H query heads, K KV heads, G = H/K, D head width (V: of the values), S slots.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-# A call costs about as much as attending to 100 keys, so padding pays while it does less than twice the work.
-MAX_PADDING = 2.0
-# Up to so many rows, query heads are folded; beyond, the mask repeated for every head would outgrow the scores.
+# The kernel adds up keys in vectors, and treats what is left over after the last whole one differently.
+KEY_BLOCK = 32
+# Rows times heads in one call: beyond, the kernel splits the rows, and sums come out differently again.
+CALL_ROWS = 32
+# Up to so many rows a call is folded; a longer prompt goes through the kernel as it is.
 MAX_FOLDED_ROWS = 32
+# Padding a batch to its longest context pays while it does less than twice the work.
+MAX_PADDING = 2.0
 
 
 def decode_attention_cpu(
@@ -54,25 +58,25 @@ def decode_attention_cpu(
         k_cache[loc] = key.view(-1, *k_cache.shape[1:])
         if value is not None and not is_latent(k_cache, v_cache):
             v_cache[loc] = value.view(-1, *v_cache.shape[1:])
-    spans = [
+    requests = [
         (row, max(0, end - sliding_window_size) if sliding_window_size > 0 else 0, end)
         for row, end in zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
     ]
     special = is_special(logit_cap, sinks)
-    if not spans:
-        return
-    groups = [spans] if not special and padding_pays([end - start for _, start, end in spans]) else [[s] for s in spans]
+    together = bool(requests) and not special and padding_pays([end - start for _, start, end in requests])
     first = 0
-    for group in groups:
-        rows = slice(first, first + len(group))
-        first += len(group)
-        lengths = [end - start for _, start, end in group]
-        k, v = gather(k_cache, v_cache, req_to_token, group, max(lengths))
+    for spans in [tuple(requests)] if together else [(request,) for request in requests]:
+        rows = slice(first, first + len(spans))
+        first += len(spans)
+        lengths = tuple(end - start for _, start, end in spans)
+        width = whole_blocks(max(lengths))
+        k, v = gather(k_cache, v_cache, req_to_token, spans, width)
+        mask = padding_mask(lengths, width, query.dtype)
+        q, out = query[rows].unsqueeze(1), output[rows].unsqueeze(1)
         if special:
-            attend_special(query[rows], k[0], v[0], None, sm_scale, logit_cap, sinks, output[rows])
-            continue
-        mask = None if len(group) == 1 else padding_mask(tuple(lengths), query.dtype)
-        attend(query[rows].unsqueeze(1), k, v, mask, sm_scale, output[rows].unsqueeze(1))
+            attend_special(q, k, v, mask, sm_scale, logit_cap, sinks, out)
+        else:
+            attend(q, k, v, mask, sm_scale, out)
 
 
 def extend_attention_cpu(
@@ -108,48 +112,44 @@ def extend_attention_cpu(
     """
     refuse_unsupported(is_cross_attn, encoder_lens, q_extend, k_buffer)
     special = is_special(logit_cap, sinks)
+    plain = tree_mask is None and is_causal and sliding_window_size <= 0 and not special
     requests, mask_at = [], 0
     for row, end, length, start in zip(
         req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), extend_start_loc.tolist(), strict=True
     ):
         if length:
-            requests.append((row, end - length, length, start, mask_at))
+            requests.append(Request(row, end, length, start, mask_at))
         mask_at += length * length
-    for group in uniform_groups(requests, special):
-        size, length, first = len(group), group[0][2], group[0][3]
-        rows, prefixes = [r[0] for r in group], [r[1] for r in group]
-        new = slice(first, first + size * length)
-        q = q_extend[new].view(size, length, *q_extend.shape[1:])
-        out = o_extend[new].view(size, length, *o_extend.shape[1:])
-        tree = None
-        if tree_mask is not None:
-            tree = tree_mask[group[0][4] : group[0][4] + size * length * length]
-        if k_extend is None:
-            spans = [(row, prefix, prefix + length) for row, prefix in zip(rows, prefixes, strict=True)]
-            k, v = gather(k_buffer, v_buffer, req_to_token, spans, length)
+    for group in groups(requests, special):
+        size, length, first, mask_at = len(group), group[0].length, group[0].start, group[0].mask_at
+        rows, trees = slice(first, first + size * length), slice(mask_at, mask_at + size * length * length)
+        spans = tuple((request.row, 0, request.end) for request in group)
+        q = q_extend[rows].view(size, length, *q_extend.shape[1:])
+        out = o_extend[rows].view(size, length, *o_extend.shape[1:])
+        prefixes = tuple(end - length for _, _, end in spans)
+        k_new = v_new = None
+        if k_extend is not None:
+            k_new = k_extend[rows].view(size, length, -1, q.shape[-1])
+            v_new = v_extend[rows].view(size, length, -1, out.shape[-1])
+            if plain and not any(prefixes) and length > MAX_FOLDED_ROWS:
+                prompt(q, k_new, v_new, sm_scale, out)
+                continue
+        width = whole_blocks(max(end for _, _, end in spans))
+        if k_new is not None and k_new.shape[2:] != k_buffer.shape[1:]:
+            # MLA that is not absorbed: heads of their own, where the cache holds latent rows.
+            assert not any(prefixes), "heads that are not cached cannot follow a cached prefix"
+            k, v = F.pad(k_new, (0, 0, 0, 0, 0, width - length)), F.pad(v_new, (0, 0, 0, 0, 0, width - length))
         else:
-            k = k_extend[new].view(size, length, -1, q.shape[-1])
-            # MLA without a cached prefix may come with ordinary heads, which have values of their own.
-            latent = is_latent(k_buffer, v_buffer) and k.shape[2:] == k_buffer.shape[1:]
-            v = k if latent else v_extend[new].view(size, length, -1, out.shape[-1])
-        longest = max(prefixes)
-        if longest:
-            spans = [(row, 0, prefix) for row, prefix in zip(rows, prefixes, strict=True)]
-            k_old, v_old = gather(k_buffer, v_buffer, req_to_token, spans, longest)
-            if v is k:
-                k = v = torch.cat([k_old, k], dim=1)
-            else:
-                k, v = torch.cat([k_old, k], dim=1), torch.cat([v_old, v], dim=1)
-        plain = tree is None and sliding_window_size <= 0 and not special
-        if plain and is_causal and not longest:
-            attend(q, k, v, None, sm_scale, out, is_causal=length > 1)
-            continue
-        mask = None
-        if not (plain and size == length == 1):
-            key = None if tree is None else tree.bool().numpy().tobytes()
-            mask = extend_mask(tuple(prefixes), length, key, is_causal, sliding_window_size, q.dtype)
+            k, v = gather(k_buffer, v_buffer, req_to_token, spans, width)
+            if k_new is not None:
+                places = new_places(prefixes, length, width)
+                k.view(-1, *k.shape[2:]).index_copy_(0, places, k_new.reshape(-1, *k.shape[2:]))
+                if v is not k:
+                    v.view(-1, *v.shape[2:]).index_copy_(0, places, v_new.reshape(-1, *v.shape[2:]))
+        tree = None if tree_mask is None else tree_mask[trees].bool().numpy().tobytes()
+        mask = extend_mask(prefixes, length, width, tree, is_causal, sliding_window_size, q.dtype)
         if special:
-            attend_special(q[0], k[0], v[0], mask[0], sm_scale, logit_cap, sinks, out[0])
+            attend_special(q, k, v, mask, sm_scale, logit_cap, sinks, out)
         else:
             attend(q, k, v, mask, sm_scale, out)
 
@@ -175,63 +175,78 @@ def is_special(logit_cap, sinks):
     return sinks is not None or bool(logit_cap and logit_cap > 0)
 
 
+def whole_blocks(keys):
+    """The number of keys, padded."""
+    return -(-keys // KEY_BLOCK) * KEY_BLOCK
+
+
 def padding_pays(lengths):
-    """Whether to attend to contexts of these lengths in one padded call."""
+    """Whether to attend to contexts of these lengths in one call."""
     return max(lengths) * len(lengths) <= MAX_PADDING * sum(lengths)
 
 
-def uniform_groups(requests, special):
-    """Split (row, prefix, length, start, mask offset) into runs to attend in one call: all, where they extend by the
-    same length and padding pays, else one by one."""
-    if special or not requests or len({length for _, _, length, _, _ in requests}) > 1:
-        return [[request] for request in requests]
-    contiguous = all(b[3] == a[3] + a[2] for a, b in itertools.pairwise(requests))
-    if contiguous and padding_pays([prefix + length for _, prefix, length, _, _ in requests]):
-        return [requests]
+class Request(NamedTuple):
+    """A request that extends: its row of the slot table, its length with the new tokens, their number, and where its
+    queries and its tree mask start."""
+
+    row: int
+    end: int
+    length: int
+    start: int
+    mask_at: int
+
+
+def groups(requests, special):
+    """Split requests into what one call attends to: all of them, where they extend by one length, lie one after
+    another, and padding pays; else each."""
+    if requests and not special:
+        first, length = requests[0].start, requests[0].length
+        alike = all(r.length == length and r.start == first + i * length for i, r in enumerate(requests))
+        if alike and padding_pays([request.end for request in requests]):
+            return [requests]
     return [[request] for request in requests]
 
 
-def gather(k_cache, v_cache, req_to_token, spans, width):
-    """Keys [B, width, K, D] and values of each (row, start, end), padded with slot 0; for a latent cache one tensor
-    twice."""
-    if len(spans) == 1:
-        row, start, end = spans[0]
-        slots = req_to_token[row, start:end]
-    else:
-        slots = req_to_token.new_zeros((len(spans), width))
-        for b, (row, start, end) in enumerate(spans):
-            slots[b, : end - start] = req_to_token[row, start:end]
-        slots = slots.view(-1)
-    k = k_cache.index_select(0, slots).view(len(spans), width, *k_cache.shape[1:])
-    if is_latent(k_cache, v_cache):
-        return k, k
-    return k, v_cache.index_select(0, slots).view(len(spans), width, *v_cache.shape[1:])
+# What follows from a few numbers alone is kept for the next layer, which asks for the same.
+@functools.lru_cache(maxsize=8)
+def table_places(spans, width, columns):
+    """Where req_to_token, flattened, holds the slots of each (row, start, end): [B*width], padded with each
+    request's first, whose key is finite wherever the request's answer is."""
+    places = torch.empty((len(spans), width), dtype=torch.int64)
+    for b, (row, start, end) in enumerate(spans):
+        places[b, : end - start] = torch.arange(row * columns + start, row * columns + end)
+        places[b, end - start :] = row * columns + start
+    return places.view(-1)
 
 
-# Masks are functions of a few numbers, and every layer of a forward pass asks for the same one.
+@functools.lru_cache(maxsize=8)
+def new_places(prefixes, length, width):
+    """Where new keys go among the gathered ones, flattened: [B*length]."""
+    starts = torch.tensor([b * width + prefix for b, prefix in enumerate(prefixes)])
+    return (starts[:, None] + torch.arange(length)).view(-1)
+
+
+@functools.lru_cache(maxsize=8)
+def padding_mask(lengths, width, dtype):
+    """[B, 1, width] additive: -inf past each request's length."""
+    return additive(torch.arange(width) < torch.tensor(lengths)[:, None, None], dtype)
+
+
 @functools.lru_cache(maxsize=4)
-def padding_mask(lengths, dtype):
-    """[B, 1, longest] additive: -inf past each request's length."""
-    return additive(torch.arange(max(lengths)) < torch.tensor(lengths)[:, None, None], dtype)
-
-
-@functools.lru_cache(maxsize=4)
-def extend_mask(prefixes, length, tree, is_causal, window, dtype):
-    """What each new row may not see, additive: [B, length, longest prefix + length]. The keys are the prefix, padded
-    to the longest, then the new ones. tree: B*length*length booleans as bytes, or None; a window counts back from the
-    row itself."""
-    size, longest = len(prefixes), max(prefixes)
-    starts, step = torch.tensor(prefixes)[:, None], torch.arange(length)
-    old = (torch.arange(longest) < starts)[:, None].expand(size, length, longest)
+def extend_mask(prefixes, length, width, tree, is_causal, window, dtype):
+    """What each new row may not see, additive: [B, length, width]. Keys lie at their positions, the new ones from the
+    prefix on; tree: B*length*length booleans as bytes, or None; a window counts back from the row itself."""
+    key, starts = torch.arange(width), torch.tensor(prefixes)[:, None, None]
+    row = starts + torch.arange(length)[:, None]
     if tree is not None:
-        new = torch.frombuffer(bytearray(tree), dtype=torch.bool).view(size, length, length)
+        seen = (key < starts).expand(len(prefixes), length, width).clone()
+        drafts = torch.frombuffer(bytearray(tree), dtype=torch.bool).view(len(prefixes), length, length)
+        for b, prefix in enumerate(prefixes):
+            seen[b, :, prefix : prefix + length] = drafts[b]
     else:
-        new = torch.ones((size, length, length), dtype=torch.bool)
-        new = new.tril() if is_causal else new
-    seen = torch.cat([old, new], dim=-1)
+        seen = key <= row if is_causal else (key < starts + length).expand(len(prefixes), length, width)
     if window > 0:
-        key = torch.cat([torch.arange(longest).expand(size, longest), starts + step], dim=1)
-        seen &= key[:, None] > (starts + step)[:, :, None] - window
+        seen = seen & (key > row - window)
     return additive(seen, dtype)
 
 
@@ -240,53 +255,78 @@ def additive(seen, dtype):
     return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
 
 
-def attend(q, k, v, mask, scale, out, is_causal=False):
-    """softmax(q k^T * scale) v, into `out`.
+def gather(k_cache, v_cache, req_to_token, spans, width):
+    """Keys [B, width, K, D] and values of each (row, start, end); of a latent cache one tensor twice."""
+    slots = req_to_token.reshape(-1).index_select(0, table_places(spans, width, req_to_token.shape[1]))
+    k = k_cache.index_select(0, slots).view(len(spans), width, *k_cache.shape[1:])
+    if is_latent(k_cache, v_cache):
+        return k, k
+    return k, v_cache.index_select(0, slots).view(len(spans), width, *v_cache.shape[1:])
+
+
+def attend(q, k, v, mask, scale, out):
+    """softmax(q k^T * scale + mask) v, into `out`.
 
     q [B, T, H, D]; k [B, N, K, D]; v [B, N, K, V'], where V' may exceed V (a latent cache: the rest is not a value)
-    or fall short of D; mask [B, T, N] additive, or None; is_causal: row i sees keys 0..i; out [B, T, H, V].
+    or fall short of D; mask [B, T, N] additive; out [B, T, H, V].
     """
     batch, rows, heads, width = q.shape
     kv_heads, v_width = k.shape[2], out.shape[3]
     group = heads // kv_heads
-    if v.shape[3] < width:  # the fast kernel wants keys and values of one width
-        v = F.pad(v, (0, width - v.shape[3]))
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    mask = None if mask is None else mask[:, None]
-    if is_causal or rows > MAX_FOLDED_ROWS:
+    k, v = k.transpose(1, 2), as_wide(v, width).transpose(1, 2)
+    if rows > MAX_FOLDED_ROWS:
         found = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=group > 1
+            q.transpose(1, 2), k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=group > 1
         )
         out.copy_(found[..., :v_width].transpose(1, 2))
         return
-    # [B, T, K*G, D] -> [B, K, G*T, D], which moves nothing where T is 1: heads that share keys become rows.
-    folded = q.view(batch, rows, kv_heads, group, width).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(batch, kv_heads, group * rows, width)
-    if mask is not None and group > 1:
-        mask = mask.repeat(1, 1, group, 1)
-    found = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
-    found = found[..., :v_width].view(batch, kv_heads, group, rows, v_width).permute(0, 3, 1, 2, 4)
-    out.view(batch, rows, kv_heads, group, v_width).copy_(found)
+    q, out = q.view(batch, rows, kv_heads, group, width), out.view(batch, rows, kv_heads, group, v_width)
+    step = max(1, CALL_ROWS // group)
+    for first in range(0, rows, step):
+        some = slice(first, min(first + step, rows))
+        count = (some.stop - first) * group
+        # [B, T, K, G, D] -> [B, K, G*T, D], which moves nothing where T is 1.
+        folded = q[:, some].permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, count, width)
+        repeated = mask[:, None, some].repeat(1, 1, group, 1) if count > 1 else mask[:, None, some]
+        found = F.scaled_dot_product_attention(folded, k, v, attn_mask=repeated, scale=scale)
+        found = found[..., :v_width].view(batch, kv_heads, group, -1, v_width)
+        out[:, some].copy_(found.permute(0, 3, 1, 2, 4))
+
+
+def prompt(q, k, v, scale, out):
+    """Attention of a prompt to itself, each row to what precedes it: shapes as in `attend`, N = T."""
+    found = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        as_wide(v, q.shape[3]).transpose(1, 2),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    out.copy_(found[..., : out.shape[3]].transpose(1, 2))
+
+
+def as_wide(v, width):
+    """Values padded to the width of the keys, where narrower: the fast kernel wants one width."""
+    return F.pad(v, (0, width - v.shape[3])) if v.shape[3] < width else v
 
 
 def attend_special(q, k, v, mask, scale, logit_cap, sinks, out):
-    """The rare variants, in float32: scores squeezed to logit_cap*tanh(score/logit_cap), and sinks [H]: a logit for
-    each head that takes part in the softmax and has no value. q [T, H, D]; k [N, K, D]; v [N, K, V]; mask [T, N]
-    additive, or None; out [T, H, V]."""
-    heads, group = q.shape[1], q.shape[1] // k.shape[1]
-    keys = k.float().repeat_interleave(group, dim=1)
-    values = v[..., : out.shape[2]].float().repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    """As `attend`, for the rare variants, in float32: scores squeezed to logit_cap*tanh(score/logit_cap), and sinks
+    [H]: a logit for each head that takes part in the softmax and has no value."""
+    heads, group = q.shape[2], q.shape[2] // k.shape[2]
+    keys = k.float().repeat_interleave(group, dim=2)
+    values = v[..., : out.shape[3]].float().repeat_interleave(group, dim=2)
+    scores = torch.einsum("bthd,bnhd->bhtn", q.float(), keys) * scale
     if logit_cap and logit_cap > 0:
         scores = logit_cap * torch.tanh(scores / logit_cap)
-    if mask is not None:
-        scores = scores + mask
+    scores = scores + mask[:, None]
     if sinks is not None:
-        sink = sinks.float().view(heads, 1, 1).expand(heads, scores.shape[1], 1)
+        sink = sinks.float().view(heads, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    out.copy_(torch.einsum("hqk,khd->qhd", weights, values))
+    out.copy_(torch.einsum("bhtn,bnhd->bthd", weights, values))
 
 
 SCHEMAS = {
