@@ -26,7 +26,7 @@ Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-ERROR_RATE = 0.01
+ERROR_RATE = 0.001
 RANKS = 4  # the likeliest tokens of a place count each by itself, all others together
 ENOUGH = 25  # expected count below which a category is merged, so that the statistic's tail is chi-square's
 SETTLED = 100  # a prefix seen less often says nothing about a token never seen after it
@@ -92,10 +92,12 @@ class Comparison:
 class Ranking:
     """How often which token followed which prefix, learned from continuations [N, L]; ranks those of others by it.
 
-    shares [L, R]: how often the learned continuations themselves had each rank.
+    shares [L, R]: how often the learned continuations themselves had each rank. Raises ValueError without any.
     """
 
     def __init__(self, continuations: Tokens) -> None:
+        if continuations.ndim != 2 or not continuations.size:
+            raise ValueError(f"continuations have shape {continuations.shape}, expected [samples, tokens].")
         self._span = int(continuations.max()) + 1
         self._keys: list[Tokens] = []  # by position: prefix * span + token of every pair seen, ascending
         self._ranks: list[Tokens] = []  # the rank of each
@@ -150,6 +152,9 @@ def compare(
     where the distributions are equal: Hotelling's two-sample statistic (Hotelling 1931), which allows for tokens that
     depend on each other, and for one position is Pearson's chi-square of homogeneity (Pearson 1900). Novel tokens, at
     most one in a continuation, are judged by the binomial test of their number given the total.
+
+    20,000 samples against 180,000 find a verify step whose every decision is 0.02 of total variation away from the
+    target, at an error rate of 4e-5, wherever drafts are mostly among the first R ranks (tests/bench/test_sampling.py).
 
     Raises ValueError where the shapes do not fit, or the reference does not vary enough to test anything.
     """

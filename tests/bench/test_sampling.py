@@ -249,6 +249,7 @@ def test_the_walk_is_the_engines_op(tree: str, decoding: str) -> None:
     assert len(np.unique(count)) == STEPS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tree", "decoding"), [("chain", "plain"), ("tree", "top-p"), ("tree", "top-k")])
 def test_a_right_verify_passes_and_a_biased_one_fails(tree: str, decoding: str) -> None:
     given = setting(tree, decoding)
@@ -367,6 +368,12 @@ def test_continuations_of_another_length_are_refused(shape: tuple[int, ...]) -> 
     reference = np.random.default_rng(0).integers(5, size=(400, 3))
     with pytest.raises(ValueError, match=r"expected \[samples, 3\]"):
         compare(reference, np.zeros(shape, int))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 3), (400,)])
+def test_a_reference_of_no_use_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"expected \[samples, tokens\]"):
+        compare(np.ones(shape, int), np.ones((400, 3), int))
 
 
 def test_a_reference_without_variety_is_refused() -> None:
