@@ -1,5 +1,6 @@
 """What the plugin replaces in SGLang: equal to the original, and loud where SGLang has changed."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -195,9 +196,18 @@ def test_a_changed_sglang_is_told_apart(pristine, breakage):
     assert stopped.value.code.endswith("install sglang==0.5.23")
 
 
-def test_a_missing_module_is_told_apart():
-    with pytest.raises(plugin.Changed, match=r"sglang\.nothing cannot be imported"):
-        plugin.owner_of("sglang.nothing", "f")
+@pytest.mark.parametrize(
+    ("module", "path", "reason"),
+    [
+        ("sglang.nothing", "f", "sglang.nothing cannot be imported"),
+        (BASE, "Rotation.forward", "base has no Rotation.forward"),
+        (BASE, "RotaryEmbedding.turn", "base has no RotaryEmbedding.turn"),
+    ],
+)
+def test_a_missing_module_class_or_method_is_told_apart(sglang, module, path, reason):
+    with pytest.raises(plugin.Changed, match=re.escape(reason)):
+        plugin.owner_of(module, path)
+    assert plugin.owner_of(BASE, "RotaryEmbedding.forward_native")[0] is sglang(BASE).RotaryEmbedding
 
 
 def test_the_process_ends_although_sglang_swallows_exceptions():

@@ -49,11 +49,10 @@ def owner_of(module: str, path: str):
     except ImportError as error:
         raise Changed(f"{module} cannot be imported ({error})") from error
     *classes, name = path.split(".")
-    for part in [*classes, name]:
-        if part not in vars(owner):
-            raise Changed(f"{module} has no {path}")
-        if part is not name:
-            owner = vars(owner)[part]
+    for part in classes:
+        owner = vars(owner).get(part)
+    if owner is None or name not in vars(owner):
+        raise Changed(f"{module} has no {path}")
     return owner, name
 
 
