@@ -7,24 +7,8 @@ import pytest
 
 from server.config import Profile, load_profile
 from server.engine import Engine
+from tests.engine.profiles import profile_text
 from tests.tiny import TinyPair, build
-
-PROFILE = """
-[target]
-path = "{target}"
-served_name = "{name}"
-trust_remote_code = {remote_code}
-[engine]
-device = "cpu"
-dtype = "float32"
-context_length = 1024
-max_running_requests = {requests}
-max_total_tokens = 65536
-env = {{OMP_NUM_THREADS = "1"}}
-[drafters.ngram]
-algorithm = "NGRAM"
-ngram = {{draft_tokens = 8}}
-"""
 
 
 class EnginePool:
@@ -39,13 +23,7 @@ class EnginePool:
     def profile(self, pair: TinyPair, requests: int = 16) -> Profile:
         """A profile that serves `pair.target` in fp32."""
         file = self._folder / f"{pair.name}-{requests}.toml"
-        text = PROFILE.format(
-            target=pair.target,
-            name=f"tiny-{pair.name}",
-            remote_code=str(pair.trust_remote_code).lower(),
-            requests=requests,
-        )
-        file.write_text(text)
+        file.write_text(profile_text(pair, requests))
         return load_profile(file)
 
     def get(self, pair: TinyPair, drafter: str, *, requests: int = 16, **options: int | float | None) -> Engine:

@@ -1,4 +1,7 @@
-"""python -m tests.tiny: builds the tiny models ahead of the tests that want them, and prints where they lie."""
+"""python -m tests.tiny: builds the tiny models ahead of the tests that want them, and prints where they lie.
+
+Each folder gets a profile.toml, so that `python -m server` and `bench/accept_len.py` can serve it.
+"""
 
 import argparse
 import sys
@@ -7,6 +10,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from tests.engine.profiles import profile_text
 from tests.tiny.pair import NAMES, build
 
 
@@ -20,6 +24,7 @@ def main() -> int:
     # each build runs on one core; a fresh interpreter keeps torch's threads out of the fork
     with ProcessPoolExecutor(len(names), mp_context=get_context("spawn")) as pool:
         for pair in pool.map(partial(build, root=arguments.out, force=arguments.force), names):
+            (pair.folder / "profile.toml").write_text(profile_text(pair))
             print(pair.folder)
     return 0
 

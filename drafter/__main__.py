@@ -1,0 +1,49 @@
+"""python -m drafter <verb>: from prompts to a drafter that an engine serves, one step a verb."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from drafter.checkpoint.cli import add_vocab
+from drafter.data.cli import add_generate
+
+STEPS = """\
+the steps, each resumable by running the same command again:
+  generate   the target writes prompts and answers them
+  vocab      which tokens the drafter may propose, counted in those answers
+The whole way, from an empty folder: deploy/recipes/smollm2.sh
+
+exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of every verb."""
+    top = argparse.ArgumentParser(
+        prog="python -m drafter",
+        description=__doc__,
+        epilog=STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
+    for add in (add_generate, add_vocab):
+        add(commands)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        return code
+    except (ValueError, RuntimeError, OSError) as error:  # ours, each one sentence; and a disk that is full
+        print(f"{args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{args.command}: interrupted; what was written is kept, run the same command to go on.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

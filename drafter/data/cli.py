@@ -1,0 +1,159 @@
+"""The verbs that make a drafter's data: generate."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from drafter.data.conversations import Conversation
+from drafter.data.generate import (
+    BYTES_A_TOKEN,
+    Endpoint,
+    GenerateError,
+    Outcome,
+    Plan,
+    Template,
+    Writer,
+    existing,
+    generate,
+    probe,
+)
+from drafter.data.overlap import bundled_overlap
+from drafter.data.prompts import load_prompts
+
+GENERATE = """\
+examples:
+  python -m drafter generate --url http://127.0.0.1:8000 --model smollm2-135m-instruct --target DIR \\
+      --out train.jsonl --count 4000 --openers deploy/recipes/smollm2/openers.txt
+  python -m drafter generate --url … --model … --target DIR --out mt_bench.jsonl --prompts mt_bench --past 8
+
+Serve the target without a drafter for this, so that the data depend on none. Run the same command again to go on
+after an interruption. What is left out, and counted: prompts without an end, with placeholders, or of a benchmark;
+answers that are short, that loop, or that hold a benchmark's text (8 words in a row).
+"""
+
+
+def add_generate(commands: Any) -> None:
+    """The verb `generate`."""
+    command = commands.add_parser(
+        "generate",
+        help="the target writes its own conversations, through an engine",
+        description="Let the target write prompts and answers, as the engine's own token ids.",
+        epilog=GENERATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("--url", required=True, help="an OpenAI endpoint of SGLang's: an engine, or the gateway before it")
+    add("--model", required=True, metavar="NAME", help="the served name")
+    add("--key-file", type=Path, metavar="FILE", help="the engine's keys (as `python -m server engine` prints it)")
+    add("--target", type=Path, required=True, metavar="DIR", help="the target's folder, for its chat template")
+    add("--out", type=Path, required=True, metavar="FILE", help="conversations, as JSON lines; appended to")
+    add("--count", type=_count, metavar="N", help="conversations in all (default: an answer to each prompt)")
+    add("--prompts", metavar="SETS", help="answer these (files, or bundled sets) instead of the target's own prompts")
+    add("--openers", type=Path, metavar="FILE", help=r"how its own prompts begin, one a line (\n is a line break)")
+    add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
+    add("--prompt-tokens", type=_count, default=96, metavar="N", help="longest prompt of its own (default: 96)")
+    add("--temperature", type=float, default=0.7, metavar="T", help="of answers that are not greedy (default: 0.7)")
+    add("--greedy-share", type=float, default=0.6, metavar="S", help="share of greedy answers (default: 0.6)")
+    add("--past", type=int, default=0, metavar="N", help="for `evaluate`: greedy, and N tokens past each answer's end")
+    add("--concurrency", type=_count, default=64, metavar="N", help="conversations at a time (default: 64)")
+    add("--seed", type=int, default=0, metavar="N", help="another seed writes other conversations (default: 0)")
+    add("--json", action="store_true", help="print the outcome as one JSON object on stdout, and nothing else there")
+    command.set_defaults(run=run_generate)
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Write the conversations. Raises GenerateError, ConversationError or PromptError."""
+    prompts = load_prompts(args.prompts) if args.prompts else []
+    if args.prompts is None and args.past:
+        raise GenerateError("--past is for the prompts of a set that is to be walked: name it with --prompts.")
+    if not prompts and args.count is None:
+        raise GenerateError("how many conversations? Give --count, or --prompts with a set to answer.")
+    if args.count is not None and prompts:
+        prompts = prompts[: args.count]
+    plan = Plan(
+        count=len(prompts) or args.count,
+        prompts=prompts,
+        openers=read_openers(args.openers) if args.openers else ("",),
+        max_tokens=args.max_tokens,
+        prompt_tokens=args.prompt_tokens,
+        temperature=args.temperature,
+        greedy_share=args.greedy_share,
+        past=args.past,
+        concurrency=args.concurrency,
+        seed=args.seed,
+    )
+    endpoint = Endpoint(args.url.rstrip("/"), args.model, read_key(args.key_file))
+    outcome = asyncio.run(_generate(endpoint, plan, args.target, args.out))
+    if args.json:
+        print(json.dumps(outcome.__dict__))
+    else:
+        left_out = ", ".join(f"{count} × {reason}" for reason, count in sorted(outcome.rejected.items())) or "none"
+        print(
+            f"{args.out}: {outcome.there_before + outcome.written} conversations, {outcome.written} of them new, "
+            f"in {outcome.seconds:.0f} s ({outcome.tokens / max(outcome.seconds, 1e-9):.0f} answer tokens/s). "
+            f"Left out: {left_out}."
+        )
+    short = plan.count - outcome.there_before - outcome.written
+    if short > 0 and not prompts:
+        raise GenerateError(
+            f"{short} conversations of {plan.count} are missing: nearly all that was written was left out."
+        )
+    return 0
+
+
+async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> Outcome:
+    template, overlap = Template.of_folder(target), bundled_overlap()
+    there = len(existing(out))
+    left = max(plan.count - there, 0)
+    if left:
+        rate = await probe(endpoint, min(plan.concurrency, left))
+        most = left * (plan.max_tokens + plan.past)
+        print(
+            f"generate: {left} conversations to write ({there} are there), at most {most:,} answer tokens: up to "
+            f"{most / rate / 60:.0f} min at {rate:.0f} tokens/s, and {most * BYTES_A_TOKEN / 1e6:.0f} MB.",
+            file=sys.stderr,
+        )
+    with tqdm(total=plan.count, initial=there, unit="conv", file=sys.stderr, disable=None, mininterval=1.0) as bar:
+
+        def progress(conversation: Conversation | None, writer: Writer) -> None:
+            bar.set_postfix_str(f"{writer.tokens:,} tokens, {writer.rejected.total()} left out", refresh=False)
+            bar.update(conversation is not None)
+
+        return await generate(endpoint, template, plan, overlap, out, progress)
+
+
+def read_openers(file: Path) -> Sequence[str]:
+    """The lines of a file that are not empty and no comment. Raises GenerateError."""
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerateError(f"--openers: {file} cannot be read ({error}).") from None
+    openers = tuple(line.replace("\\n", "\n") for line in lines if line.strip() and not line.startswith("#"))
+    if not openers:
+        raise GenerateError(f"--openers: {file} has no line: leave the option out to leave the beginnings open.")
+    return openers
+
+
+def read_key(file: Path | None) -> dict[str, str]:
+    """The header that an engine's key file asks for. Raises GenerateError."""
+    if file is None:
+        return {}
+    try:
+        keys = json.loads(file.read_text("utf-8"))
+        return {"authorization": f"Bearer {keys['api-key']}"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GenerateError(f"--key-file: {file} holds no key ({error}).") from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)

@@ -1,0 +1,117 @@
+"""Conversations as JSON lines: messages, and the engine's own token ids where it gave them.
+
+A line is `{"messages": […], "id"?, "input_ids"?, "output_ids"?, "meta"?}`. `meta.past` counts the last output ids that
+lie past the answer's end: an engine drafts across that end, so a walk of the answer must know them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class ConversationError(ValueError):
+    """A conversation file that cannot be used: says the file, the line, and what to do."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt and the target's answer.
+
+    input_ids: the prompt as the engine tokenised it, with the template; output_ids: the answer, then `meta["past"]`
+    tokens after its end. Both are empty where only text is known.
+    """
+
+    id: str
+    messages: Sequence[Mapping[str, Any]]
+    input_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def past(self) -> int:
+        """How many of `output_ids` lie past the answer's end."""
+        return int(self.meta.get("past", 0))
+
+    @property
+    def answer_ids(self) -> Sequence[int]:
+        """The answer alone."""
+        return self.output_ids[: len(self.output_ids) - self.past]
+
+    @property
+    def ids_sha256(self) -> str:
+        """Hash of what an engine would be fed: the ids and where the answer begins and ends."""
+        ids = np.array([len(self.input_ids), self.past, *self.input_ids, *self.output_ids], dtype="<i4")
+        return hashlib.sha256(ids.tobytes()).hexdigest()
+
+    def to_json(self) -> str:
+        """One line, without its newline."""
+        row: dict[str, Any] = {"id": self.id, "messages": list(self.messages)}
+        if self.output_ids:
+            row |= {"input_ids": list(self.input_ids), "output_ids": list(self.output_ids)}
+        if self.meta:
+            row["meta"] = dict(self.meta)
+        return json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+
+
+def read_conversations(path: Path) -> Iterator[Conversation]:
+    """Yield the conversations of a file, which may be gzipped. Raises ConversationError at the first bad line."""
+    for number, line in _lines(path):
+        yield parse_line(line, f"{path}, line {number}", f"{path.stem}/{number}")
+
+
+def read_with_ids(path: Path) -> Iterator[Conversation]:
+    """The same, where every line must carry the engine's token ids. Raises ConversationError."""
+    for number, conversation in enumerate(read_conversations(path), start=1):
+        if not conversation.input_ids or not conversation.answer_ids:
+            raise ConversationError(
+                f"{path}, conversation {number} ({conversation.id}) has no input_ids or no output_ids: let an engine "
+                "write the answers with `python -m drafter generate`, which stores its own ids."
+            )
+        yield conversation
+
+
+def parse_line(line: str, where: str, default_id: str) -> Conversation:
+    """One line. Raises ConversationError."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConversationError(f"{where} is not JSON ({error.msg}, column {error.colno}).") from None
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(entry, dict) and "role" in entry for entry in messages):
+        raise ConversationError(f"{where} has no 'messages', expected a list of objects with a 'role'.")
+    ids: dict[str, list[int]] = {}
+    for key in ("input_ids", "output_ids"):
+        found = row.get(key, [])
+        if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
+            raise ConversationError(f"{where}: {key!r} is not a list of token ids.")
+        ids[key] = found
+    meta = row.get("meta", {})
+    past = meta.get("past", 0) if isinstance(meta, dict) else None
+    if type(past) is not int or not 0 <= past <= len(ids["output_ids"]):
+        raise ConversationError(
+            f"{where}: 'meta' is {meta!r}, expected an object whose 'past' counts some of the {len(ids['output_ids'])} "
+            "output ids."
+        )
+    return Conversation(str(row.get("id", default_id)), messages, ids["input_ids"], ids["output_ids"], meta)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line
+    except FileNotFoundError:
+        raise ConversationError(f"{path} does not exist: make it with `python -m drafter generate`.") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConversationError(f"{path} cannot be read ({error}): it is damaged or not a conversation file.") from None

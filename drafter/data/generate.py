@@ -1,0 +1,339 @@
+"""Lets a target write the conversations that its drafter learns from, through any OpenAI endpoint of SGLang's.
+
+The target writes user prompts of its own, or is given a file of them, and answers. The engine's own token ids are
+kept, so that no template is run again. Works on hundreds at a time; an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from drafter.acceptance import is_looping
+from drafter.data.conversations import Conversation, read_conversations
+from drafter.data.overlap import Overlap
+from drafter.data.prompts import Prompt
+
+CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S = 10.0, 900.0
+ATTEMPTS = 3
+ATTEMPTS_FOR_ONE = 20  # conversations tried for each that is kept, before giving up
+PROBE_TOKENS = 16
+BYTES_A_TOKEN = 11  # of a line: one id as text, and the text of the prompt
+MIN_PROMPT_WORDS = 4
+PROMPT_TEMPERATURE, PROMPT_TOP_K = 0.9, 64  # at 1.0 a small model's prompts stop making sense
+MIN_ANSWER_TOKENS = 8
+PLACEHOLDER = re.compile(r"\[[A-Za-z][^\]\n]{2,40}\](?!\()|<[A-Z][A-Za-z _]{2,30}>|\{\{.*?\}\}|_{4,}")
+
+
+class GenerateError(RuntimeError):
+    """An endpoint that cannot write the conversations, in one sentence with the fix."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to ask. `headers` carry the key, where there is one."""
+
+    url: str
+    model: str
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The target's chat template around a first user message: what stands before it, and what ends it."""
+
+    before: str
+    end: str
+    end_ids: frozenset[int]
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Template:
+        """Read it from a target folder. Raises GenerateError."""
+        import transformers
+
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            marked = tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}], tokenize=False)
+            found = json.loads((folder / "config.json").read_text("utf-8")).get("eos_token_id")
+        except (OSError, ValueError) as error:
+            raise GenerateError(
+                f"{folder} has no usable tokenizer with a chat template ({error}): name the target's folder."
+            ) from None
+        before, mark, after = marked.partition("\x00")
+        tokens = {*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id} - {None}
+        if not mark or not after.strip() or not tokens:
+            raise GenerateError(f"the chat template of {folder} does not end a user message, so none can be written.")
+        ids = tokenizer.encode(after.strip(), add_special_tokens=False)
+        return cls(before, tokenizer.decode(ids[:1]), frozenset(tokens))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written.
+
+    prompts: to be answered, in turn; where there are none the target writes its own, each beginning with one of
+    `openers` (an empty one leaves the beginning open too). greedy_share of the answers are greedy, the others at
+    `temperature`. past: so many tokens are generated after the answer's end, which a walk needs; then all is greedy.
+    """
+
+    count: int
+    prompts: Sequence[Prompt] = ()
+    openers: Sequence[str] = ("",)
+    max_tokens: int = 256
+    prompt_tokens: int = 96
+    temperature: float = 0.7
+    greedy_share: float = 0.6
+    past: int = 0
+    concurrency: int = 64
+    seed: int = 0
+
+
+class Rejected(ValueError):
+    """A prompt or an answer that is not worth learning from. Its text is the reason, one of few."""
+
+
+def check_prompt(text: str, overlap: Overlap) -> None:
+    """Raise Rejected unless a prompt that the target wrote reads as a request of its own."""
+    if len(text.split()) < MIN_PROMPT_WORDS:
+        raise Rejected("prompt too short")
+    if PLACEHOLDER.search(text):
+        raise Rejected("prompt with a placeholder")
+    if overlap.with_prompt(text):
+        raise Rejected("prompt of a benchmark")
+
+
+def check_answer(answer_ids: Sequence[int], text: str, overlap: Overlap) -> None:
+    """Raise Rejected unless an answer is worth learning from."""
+    if len(answer_ids) < MIN_ANSWER_TOKENS:
+        raise Rejected("answer too short")
+    if is_looping(answer_ids):
+        raise Rejected("answer that loops")
+    if overlap.with_prompt(text):
+        raise Rejected("answer with a benchmark's text")
+
+
+def answer_length(output_ids: Sequence[int], max_tokens: int, end_ids: frozenset[int]) -> int:
+    """Tokens of the answer within ids that were generated past its end: up to the first end token, at most
+    `max_tokens`."""
+    found = next((at + 1 for at, token in enumerate(output_ids) if token in end_ids), len(output_ids))
+    return min(found, max_tokens)
+
+
+class Writer:
+    """One run: asks, filters, counts."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, template: Template, plan: Plan, overlap: Overlap
+    ) -> None:
+        self._session, self._endpoint, self._template = session, endpoint, template
+        self._plan, self._overlap = plan, overlap
+        self._seen: set[str] = set()
+        self.rejected: Counter[str] = Counter()
+        self.tokens = 0
+
+    def skip(self, conversation: Conversation) -> None:
+        """This one is there already: its prompt is not written again."""
+        self._seen.add(str(conversation.messages[-1]["content"]))
+
+    async def conversation(self, number: int) -> Conversation:
+        """Write conversation `number`; its choices follow from the plan's seed and the number alone.
+
+        Raises Rejected or GenerateError.
+        """
+        choice = random.Random(f"{self._plan.seed} {number}")
+        if self._plan.prompts:
+            prompt = self._plan.prompts[number]
+            if not self._plan.past and any(self._overlap.with_prompt(str(said["content"])) for said in prompt.messages):
+                raise Rejected("prompt of a benchmark")
+            messages, name = [dict(message) for message in prompt.messages], prompt.id
+        else:
+            text = await self._prompt(choice)
+            messages, name = [{"role": "user", "content": text}], f"self/{self._plan.seed}/{number}"
+        greedy = self._plan.past > 0 or choice.random() < self._plan.greedy_share
+        return await self._answer(name, messages, 0.0 if greedy else self._plan.temperature, choice)
+
+    async def _prompt(self, choice: random.Random) -> str:
+        opener = choice.choice(self._plan.openers)
+        body = {
+            "prompt": self._template.before + opener,
+            "max_tokens": self._plan.prompt_tokens,
+            "temperature": PROMPT_TEMPERATURE,
+            "top_k": PROMPT_TOP_K,
+            "seed": choice.getrandbits(31),
+            "stop": [self._template.end],
+        }
+        choices = (await self._post("/v1/completions", body))["choices"]
+        if choices[0]["finish_reason"] != "stop":
+            raise Rejected("prompt without an end")
+        text: str = (opener + choices[0]["text"]).strip()
+        check_prompt(text, self._overlap)
+        if text in self._seen:
+            raise Rejected("prompt written before")
+        self._seen.add(text)
+        return text
+
+    async def _answer(
+        self, name: str, messages: list[dict[str, Any]], temperature: float, choice: random.Random
+    ) -> Conversation:
+        plan = self._plan
+        body = {
+            "messages": messages,
+            "max_tokens": plan.max_tokens + plan.past,
+            "temperature": temperature,
+            "seed": choice.getrandbits(31),
+            "ignore_eos": plan.past > 0,
+            "return_input_ids_in_sglext": True,
+            "return_output_ids_in_sglext": True,
+        }
+        answer = await self._post("/v1/chat/completions", body)
+        try:
+            given = answer["sglext"]
+            (output_ids,), input_ids = given["output_ids"], given["input_ids"]
+            text = answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, TypeError, ValueError, IndexError):
+            raise GenerateError(
+                f"{self._endpoint.url} sent no token ids (sglext.input_ids, sglext.output_ids): it takes SGLang 0.5.23."
+            ) from None
+        self.tokens += len(output_ids)
+        length = answer_length(output_ids, plan.max_tokens, self._template.end_ids) if plan.past else len(output_ids)
+        output_ids = output_ids[: length + plan.past]
+        if plan.past == 0:  # a benchmark's own answers are asked for to be walked, never to be learned from
+            check_answer(output_ids, text, self._overlap)
+        meta = {"temperature": temperature} | ({"past": len(output_ids) - length} if plan.past else {})
+        return Conversation(name, messages, input_ids, output_ids, meta)
+
+    async def _post(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask, again where the connection failed. Raises GenerateError."""
+        body["model"] = self._endpoint.model
+        for attempt in range(ATTEMPTS):
+            try:
+                async with self._session.post(
+                    f"{self._endpoint.url}{route}", json=body, headers=self._endpoint.headers
+                ) as response:
+                    if response.status in (429, 503) and attempt + 1 < ATTEMPTS:
+                        await asyncio.sleep(2**attempt)
+                        continue
+                    if response.status != 200:
+                        said = (await response.text()).strip()[:300]
+                        raise GenerateError(f"{self._endpoint.url}{route} answered {response.status}: {said}")
+                    found: dict[str, Any] = await response.json()
+                    return found
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if attempt + 1 == ATTEMPTS:
+                    raise GenerateError(
+                        f"{self._endpoint.url} does not answer ({error or type(error).__name__}): is the engine up? "
+                        "Run the same command again to go on."
+                    ) from None
+                await asyncio.sleep(2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def existing(file: Path) -> list[Conversation]:
+    """The conversations that an interrupted run has left; a line that was cut short is taken off the file."""
+    if not file.exists():
+        return []
+    raw = file.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if whole != raw:
+        with file.open("r+b") as stream:
+            stream.truncate(len(whole))
+    return list(read_conversations(file)) if whole else []
+
+
+def numbers_left(plan: Plan, there: Sequence[Conversation]) -> Sequence[int]:
+    """Which conversations are still to be written: the prompts not yet answered, or numbers past the highest one."""
+    if plan.prompts:
+        done = {conversation.id for conversation in there}
+        return [number for number, prompt in enumerate(plan.prompts) if prompt.id not in done]
+    prefix = f"self/{plan.seed}/"
+    used = [int(name.id.removeprefix(prefix)) for name in there if name.id.startswith(prefix)]
+    start = max(used, default=-1) + 1
+    return range(start, start + ATTEMPTS_FOR_ONE * plan.count)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has written. tokens: generated in this run, rejected ones included."""
+
+    written: int
+    there_before: int
+    rejected: Mapping[str, int]
+    tokens: int
+    seconds: float
+
+
+async def probe(endpoint: Endpoint, concurrency: int) -> float:
+    """Tokens per second at this concurrency, by one short burst. Raises GenerateError."""
+    async with _session() as session:
+        writer = Writer(session, endpoint, Template("", "", frozenset()), Plan(1), Overlap(()))
+        body = {"prompt": "The", "max_tokens": PROBE_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        start = time.perf_counter()
+        await asyncio.gather(*(writer._post("/v1/completions", dict(body)) for _ in range(concurrency)))
+        return concurrency * PROBE_TOKENS / (time.perf_counter() - start)
+
+
+async def generate(
+    endpoint: Endpoint,
+    template: Template,
+    plan: Plan,
+    overlap: Overlap,
+    out: Path,
+    on_progress: Callable[[Conversation | None, Writer], None],
+) -> Outcome:
+    """Append conversations to `out` until it holds `plan.count` of them (or an answer to each prompt).
+
+    on_progress is called with each conversation that was kept, and with None for each that was not.
+    Raises GenerateError or ConversationError; what was written stays.
+    """
+    there = existing(out)
+    wanted = max(0, plan.count - len(there))
+    numbers = iter(numbers_left(plan, there))
+    written = 0
+    started = time.perf_counter()
+    async with _session() as session:
+        writer = Writer(session, endpoint, template, plan, overlap)
+        for conversation in there:
+            writer.skip(conversation)
+        with out.open("a", encoding="utf-8") as stream:
+
+            async def work() -> None:
+                nonlocal written
+                for number in numbers:
+                    if written >= wanted:
+                        return
+                    try:
+                        conversation = await writer.conversation(number)
+                    except Rejected as reason:
+                        writer.rejected[str(reason)] += 1
+                        on_progress(None, writer)
+                        continue
+                    if written < wanted:
+                        stream.write(conversation.to_json() + "\n")
+                        stream.flush()
+                        written += 1
+                        on_progress(conversation, writer)
+
+            workers = [asyncio.create_task(work()) for _ in range(plan.concurrency)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+    seconds = time.perf_counter() - started
+    return Outcome(written, len(there), dict(writer.rejected), writer.tokens, seconds)
+
+
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=IDLE_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))

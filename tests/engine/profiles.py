@@ -1,0 +1,27 @@
+"""The profile that serves a tiny target: in fp32, so that equality is exact, and with every drafter of its pair."""
+
+from tests.tiny.pair import TinyPair
+
+PROFILE = """\
+[target]
+path = "{target}"
+served_name = "tiny-{name}"
+trust_remote_code = {remote_code}
+[engine]
+device = "cpu"
+dtype = "float32"
+context_length = 1024
+max_running_requests = {requests}
+max_total_tokens = 65536
+env = {{OMP_NUM_THREADS = "1"}}
+[drafters.ngram]
+algorithm = "NGRAM"
+ngram = {{draft_tokens = 8}}
+"""
+
+
+def profile_text(pair: TinyPair, requests: int = 16) -> str:
+    """The TOML of a profile that serves `pair.target` to so many requests at once."""
+    remote_code = str(pair.trust_remote_code).lower()
+    text = PROFILE.format(target=pair.target, name=pair.name, remote_code=remote_code, requests=requests)
+    return text + "".join(f'[drafters.{name}]\npath = "{folder}"\n' for name, folder in pair.drafters.items())
