@@ -104,7 +104,7 @@ def run_generate(args: argparse.Namespace) -> int:
     short = plan.count - outcome.there_before - outcome.written
     if short > 0 and not prompts:
         raise GenerateError(
-            f"{short} conversations of {plan.count} are missing: nearly all that was written was left out."
+            f"{short} of {plan.count} conversations are missing: nearly all that was written was left out."
         )
     return 0
 

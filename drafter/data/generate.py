@@ -32,7 +32,7 @@ BYTES_A_TOKEN = 11  # of a line: one id as text, and the text of the prompt
 MIN_PROMPT_WORDS = 4
 PROMPT_TEMPERATURE, PROMPT_TOP_K = 0.9, 64  # at 1.0 a small model's prompts stop making sense
 MIN_ANSWER_TOKENS = 8
-PLACEHOLDER = re.compile(r"\[[A-Za-z][^\]\n]{2,40}\](?!\()|<[A-Z][A-Za-z _]{2,30}>|\{\{.*?\}\}|_{4,}")
+PLACEHOLDER = re.compile(r"\[[A-Za-z][^\]\n]{2,40}\](?!\()|(?<!\w)<[A-Z][A-Za-z _]{2,30}>|\{\{.*?\}\}|_{4,}")
 
 
 class GenerateError(RuntimeError):

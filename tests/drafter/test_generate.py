@@ -1,0 +1,228 @@
+"""`python -m drafter generate` from the outside: what it writes, leaves out and refuses, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.__main__ import main
+from drafter.data.conversations import read_with_ids
+from drafter.data.generate import PLACEHOLDER, Template, answer_length
+from drafter.data.prompts import load_prompts
+from tests.drafter.fake_endpoint import ANSWER, END, FakeEndpoint, prompt_of
+
+TEMPLATE = Template("<user>", "<end>", frozenset({END}))
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
+    monkeypatch.setattr(Template, "of_folder", classmethod(lambda cls, folder: TEMPLATE))
+    fake = FakeEndpoint()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "conversations.jsonl"
+
+
+def run(endpoint: FakeEndpoint, out: Path, *args: str) -> int:
+    common = ["--url", endpoint.url, "--model", "m", "--target", "nowhere", "--out", str(out), "--concurrency", "4"]
+    return main(["generate", *common, *args])
+
+
+def prompts_file(tmp_path: Path, *prompts: str) -> str:
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt, "id": prompt[:12]}) + "\n" for prompt in prompts))
+    return str(file)
+
+
+def test_the_target_writes_prompts_and_answers_them(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
+    openers = tmp_path / "openers.txt"
+    openers.write_text("# a comment\nWrite a list\\nwith\n\n")
+    assert run(endpoint, out, "--count", "9", "--openers", str(openers), "--seed", "3") == 0
+    found = list(read_with_ids(out))
+    assert len(found) == len({conversation.id for conversation in found}) == 9
+    assert all(conversation.id.startswith("self/3/") for conversation in found)
+    for conversation in found:
+        assert conversation.messages[0]["content"].startswith("Write a list\nwith number")
+        assert (conversation.input_ids, conversation.output_ids) == ([1, 5, 6], [*ANSWER, END])
+    written = [body for path, body in endpoint.bodies if path == "/v1/completions" and "stop" in body]
+    assert {(body["prompt"], *body["stop"]) for body in written} == {("<user>Write a list\nwith", "<end>")}
+
+
+def test_some_answers_are_greedy_and_the_choice_follows_the_seed(endpoint: FakeEndpoint, out: Path) -> None:
+    assert run(endpoint, out, "--count", "40", "--greedy-share", "0.5", "--temperature", "0.6") == 0
+    first = {conversation.id: conversation.meta["temperature"] for conversation in read_with_ids(out)}
+    assert set(first.values()) == {0.0, 0.6}
+    assert 8 < sum(value == 0.0 for value in first.values()) < 32
+    out.unlink()
+    assert run(endpoint, out, "--count", "40", "--greedy-share", "0.5", "--temperature", "0.6") == 0
+    again = {conversation.id: conversation.meta["temperature"] for conversation in read_with_ids(out)}
+    assert {name: again[name] for name in first.keys() & again.keys()} == {
+        name: first[name] for name in first.keys() & again.keys()
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("Why?", "prompt too short"),
+        ("Dear [Recipient's Name], how are you doing today?", "prompt with a placeholder"),
+        (load_prompts("mt_bench", 1)[0].messages[0]["content"], "prompt of a benchmark"),
+        ("Always the very same prompt, over and over.", "prompt written before"),
+    ],
+)
+def test_prompts_that_are_left_out(
+    endpoint: FakeEndpoint, out: Path, prompt: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.cues.prompt = lambda body: prompt if body.get("seed", 0) % 2 else prompt_of(body)
+    run(endpoint, out, "--count", "4")
+    assert reason in capsys.readouterr().out
+    kept = [conversation.messages[0]["content"] for conversation in read_with_ids(out)]
+    assert kept.count(prompt) == (1 if "before" in reason else 0)
+
+
+def test_a_prompt_without_an_end_is_left_out(
+    endpoint: FakeEndpoint, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.cues.prompt_ends = lambda body: False
+    assert run(endpoint, out, "--count", "2") == 1
+    shown = capsys.readouterr()
+    assert "40 × prompt without an end" in shown.out
+    assert shown.err.splitlines()[-1].startswith("generate: 2 of 2 conversations are missing")
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "reason"),
+    [
+        ([5, 6, 7], "Yes.", "answer too short"),
+        ([5, 6, 7, 8] * 20, "On and on.", "answer that loops"),
+        (ANSWER, load_prompts("humaneval", 1)[0].messages[0]["content"], "answer with a benchmark's text"),
+    ],
+)
+def test_answers_that_are_left_out(
+    endpoint: FakeEndpoint,
+    out: Path,
+    tmp_path: Path,
+    ids: list[int],
+    text: str,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def is_bad(body: dict[str, Any]) -> bool:
+        return "bad" in str(body["messages"])
+
+    endpoint.cues.answer = lambda body: ids if is_bad(body) else ANSWER
+    endpoint.cues.text = lambda body: text if is_bad(body) else "Fine."
+    assert run(endpoint, out, "--prompts", prompts_file(tmp_path, "a good prompt", "one bad prompt")) == 0
+    assert [conversation.id for conversation in read_with_ids(out)] == ["a good promp"]
+    assert f"Left out: 1 × {reason}." in capsys.readouterr().out
+
+
+def test_benchmarks_are_never_answered_for_training(
+    endpoint: FakeEndpoint, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(endpoint, out, "--prompts", "mt_bench,humaneval", "--count", "6") == 0
+    assert out.read_text() == ""
+    assert "6 × prompt of a benchmark" in capsys.readouterr().out
+
+
+def test_for_a_walk_the_answer_goes_on_past_its_end(endpoint: FakeEndpoint, out: Path) -> None:
+    endpoint.cues.answer = lambda body: [*ANSWER[:20], END, *ANSWER][: body["max_tokens"]]
+    assert run(endpoint, out, "--prompts", "mt_bench", "--count", "5", "--max-tokens", "32", "--past", "6") == 0
+    found = list(read_with_ids(out))
+    assert len(found) == 5
+    for conversation in found:
+        assert conversation.answer_ids == [*ANSWER[:20], END]
+        assert conversation.output_ids == [*ANSWER[:20], END, *ANSWER[:6]]
+    bodies = [body for path, body in endpoint.bodies if path.endswith("/chat/completions")]
+    assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 38 for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [([9, 9, END, 9, 9, 9], 3), ([9, 9, 9, 9, 9, 9], 4), ([9, 9, 9, END, 9], 4), ([9, 9, 9, 9, END], 4)],
+)
+def test_an_answer_ends_at_its_end_token_or_its_limit(ids: list[int], expected: int) -> None:
+    assert answer_length(ids, 4, frozenset({END})) == expected
+
+
+def test_an_interrupted_run_goes_on(endpoint: FakeEndpoint, out: Path) -> None:
+    assert run(endpoint, out, "--count", "5") == 0
+    whole = out.read_text()
+    out.write_text(whole + '{"messages": [{"role": "user", "con')
+    assert run(endpoint, out, "--count", "12") == 0
+    found = list(read_with_ids(out))
+    assert out.read_text().startswith(whole)
+    assert len(found) == len({conversation.id for conversation in found}) == 12
+    before = len(endpoint.bodies)
+    assert run(endpoint, out, "--count", "12") == 0
+    assert len(endpoint.bodies) == before
+
+
+def test_only_prompts_without_an_answer_are_asked_again(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
+    asked_for = prompts_file(tmp_path, "first of three", "second of three", "third of three")
+    assert run(endpoint, out, "--prompts", asked_for, "--count", "2") == 0
+    endpoint.bodies.clear()
+    assert run(endpoint, out, "--prompts", asked_for) == 0
+    bodies = [body for path, body in endpoint.bodies if path.endswith("/chat/completions")]
+    assert [body["messages"][0]["content"] for body in bodies] == ["third of three"]
+    assert len(list(read_with_ids(out))) == 3
+
+
+def test_a_busy_engine_is_asked_again(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
+    endpoint.cues.status = [503, 429]
+    assert run(endpoint, out, "--prompts", prompts_file(tmp_path, "first of one")) == 0
+    assert len(list(read_with_ids(out))) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--count", "2", "--past", "4"], "--past is for the prompts of a set"),
+        ([], "how many conversations? Give --count"),
+        (["--count", "2", "--openers", "nowhere.txt"], "--openers: nowhere.txt cannot be read"),
+        (["--count", "2", "--key-file", "nowhere.yaml"], "--key-file: nowhere.yaml holds no key"),
+        (["--prompts", "nowhere.jsonl"], "is neither bundled nor a file"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(
+    endpoint: FakeEndpoint, out: Path, args: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(endpoint, out, *args) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("generate: ") and reason in shown.err and shown.err.count("\n") == 1
+    assert not out.exists() and endpoint.bodies == []
+
+
+def test_an_endpoint_without_ids_is_refused(
+    endpoint: FakeEndpoint, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.cues.ids = False
+    assert run(endpoint, out, "--prompts", prompts_file(tmp_path, "first of one")) == 1
+    assert "sent no token ids" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_is_not_there(
+    endpoint: FakeEndpoint, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("drafter.data.generate.ATTEMPTS", 1)
+    args = ["--url", "http://127.0.0.1:9", "--model", "m", "--target", "x", "--out", str(out), "--count", "1"]
+    assert main(["generate", *args]) == 1
+    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["Dear [Your Name],", "Fill in ____ please", "<Company Name> wants", "{{name}} says"])
+def test_placeholders(text: str) -> None:
+    assert PLACEHOLDER.search(text)
+
+
+@pytest.mark.parametrize("text", ["x = a[0]", "see [the docs](https://x)", "List<String> items", "__init__", "a < b"])
+def test_what_only_looks_like_a_placeholder(text: str) -> None:
+    assert not PLACEHOLDER.search(text)
