@@ -1,14 +1,18 @@
 """The installer's and the unpacker's bad days: no network, no Python, a model that is not the one named."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 REPO = Path(__file__).parents[2]
 PROFILE = """
@@ -71,6 +75,35 @@ def test_the_lock_names_no_local_versions_and_no_duplicates():
     assert all("==" in line and "+" not in line and "@" not in line for line in lines)
     assert len(names) == len(set(names))
     assert {"torch", "sglang", "triton", "torchvision", "transformers"} <= set(names)
+
+
+def pinned():
+    """What the two locks pin: name -> version."""
+    lines = [line for lock in REPO.glob("requirements*.lock") for line in lock.read_text().splitlines()]
+    pairs = (line.split(" ")[0].split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def required():
+    """Every requirement of pyproject.toml that holds on this machine."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    found = [Requirement(line) for line in [*project["dependencies"], *extras]]
+    return [requirement for requirement in found if not requirement.marker or requirement.marker.evaluate()]
+
+
+@pytest.mark.parametrize("requirement", required(), ids=str)
+def test_the_locks_pin_whatever_is_required(requirement):
+    version = pinned().get(canonicalize_name(requirement.name))
+    assert version, f"{requirement.name} is in no lock: make lock"
+    assert requirement.specifier.contains(version)
+
+
+def test_what_is_installed_is_what_the_lock_names():
+    """Else the suite would run on other versions than those that a fresh clone gets."""
+    names = set(pinned()) - {"pip"}
+    there = {name: importlib.metadata.version(name).partition("+")[0] for name in names}
+    assert there == {name: version for name, version in pinned().items() if name in names}
 
 
 @pytest.fixture
