@@ -1,4 +1,4 @@
-"""An engine that captures: its folder before the start, and after it the proof that the plugin runs and what it writes."""
+"""An engine that captures: its folder before the start, and after it the proof that the plugin runs as planned."""
 
 from __future__ import annotations
 

@@ -221,9 +221,9 @@ class GatewayTable(Table):
 class CaptureTable(Table):
     """Which layers `engine --capture` writes.
 
-    `layer_ids` are given to SGLang as they are, and later to the drafter's `eagle_config`. What they mean depends on the
-    target's class: a Llama adds one (`output_of_layer`), a DeepSeek or Kimi takes them as they are (`input_to_layer`)
-    unless the first is 1. `convention` says what is meant, and a start is refused where the engine means the other.
+    `layer_ids` are given to SGLang as they are, and later to the drafter's `eagle_config`. What they mean depends on
+    the target's class: a Llama adds one (`output_of_layer`), a DeepSeek or Kimi takes them as they are
+    (`input_to_layer`) unless the first is 1. A start is refused where the engine does not mean `convention`.
     """
 
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]

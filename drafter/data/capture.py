@@ -21,7 +21,8 @@ import numpy as np
 import orjson
 
 from drafter.data import spool
-from drafter.data.shards import SHARD_BYTES, Document, ShardError, ShardWriter, document_name, lock_folder, token_bytes
+from drafter.data.shard_writer import SHARD_BYTES, ShardWriter, lock_folder
+from drafter.data.shards import Document, ShardError, document_name, token_bytes
 from drafter.data.target import TargetError, target_identity
 
 CONCURRENCY = 16
@@ -39,7 +40,7 @@ class CaptureError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of a file: int32 ids of the prompt and the answer, and how many of the last lie past the answer's end."""
+    """One line of a file: int32 ids of the prompt and the answer. The last `past` ids lie past the answer's end."""
 
     where: str
     input_ids: np.ndarray
@@ -263,8 +264,8 @@ class _Room:
             )
         if self.free_bytes() - self._writer.waiting_bytes - wanted < FREE_BYTES:
             raise CaptureError(
-                f"the disk of {self._writer.path} is full but for {FREE_BYTES / GB:.1f} GB: what is there is valid; make "
-                "room and run the same command again for the rest."
+                f"the disk of {self._writer.path} is full but for {FREE_BYTES / GB:.1f} GB: what is there is valid; "
+                "make room and run the same command again for the rest."
             )
 
 
@@ -371,7 +372,7 @@ class _Client:
 
     def _words(self, status: int, body: bytes) -> str:
         if status in (401, 403):
-            return f"the engine at {self.url} wants a key (it answered {status}): give the file that it printed by --key-file."
+            return f"the engine at {self.url} wants its key ({status}): name the file that it printed, --key-file."
         return f"the engine at {self.url} answered {status}: {body.decode(errors='replace')[:300]}"
 
     def _unreachable(self, error: Exception) -> str:

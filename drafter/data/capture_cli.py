@@ -12,7 +12,8 @@ import orjson
 from tqdm import tqdm
 
 from drafter.data.capture import CONCURRENCY, GB, CaptureError, Estimate, capture, read_conversations
-from drafter.data.shards import SHARD_BYTES, ShardError, open_shards
+from drafter.data.shard_writer import SHARD_BYTES
+from drafter.data.shards import ShardError, open_shards
 from drafter.data.spool import SpoolError
 
 EPILOG = """example, in two terminals:

@@ -220,7 +220,7 @@ def install(folder: Path) -> None:
 
 def leave(reason: Changed) -> None:
     """End the process. SystemExit, since SGLang catches every Exception of a plugin."""
-    sys.exit(f"eyas capture does not fit this engine: {reason}: see EYAS_CAPTURE_DIR in the README, or unset it")
+    sys.exit(f"eyas capture does not fit this engine: {reason}: install sglang==0.5.23, or start it without --capture")
 
 
 def register() -> None:

@@ -64,7 +64,7 @@ def tensor_bytes(file: Path, name: str) -> memoryview:
     """One tensor's bytes as they lie in the file, whatever its type. Raises TensorFileError."""
     header, data_U = _open(file)
     begin, end = header[name]["data_offsets"]
-    return memoryview(data_U[begin:end])
+    return data_U[begin:end].data
 
 
 def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:

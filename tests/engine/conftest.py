@@ -1,7 +1,9 @@
 """Real engines for tests: one at a time, kept while the tests that follow want the same one."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,13 @@ context_length = 1024
 max_running_requests = {requests}
 max_total_tokens = 65536
 env = {{OMP_NUM_THREADS = "1"}}
+extra_args = {extra_args}
 [drafters.ngram]
 algorithm = "NGRAM"
 ngram = {{draft_tokens = 8}}
+[capture]
+layer_ids = {layer_ids}
+convention = "{convention}"
 """
 
 
@@ -36,7 +42,7 @@ class EnginePool:
         self._engine: Engine | None = None
         self._count = 0
 
-    def profile(self, pair: TinyPair, requests: int = 16) -> Profile:
+    def profile(self, pair: TinyPair, requests: int = 16, extra_args: tuple[str, ...] = ()) -> Profile:
         """A profile that serves `pair.target` in fp32."""
         file = self._folder / f"{pair.name}-{requests}.toml"
         text = PROFILE.format(
@@ -44,18 +50,30 @@ class EnginePool:
             name=f"tiny-{pair.name}",
             remote_code=str(pair.trust_remote_code).lower(),
             requests=requests,
+            extra_args=json.dumps(extra_args),
+            layer_ids=list(pair.layer_ids),
+            convention=pair.convention,
         )
         file.write_text(text)
         return load_profile(file)
 
-    def get(self, pair: TinyPair, drafter: str, *, requests: int = 16, **options: int | float | None) -> Engine:
+    def get(
+        self,
+        pair: TinyPair,
+        drafter: str,
+        *,
+        requests: int = 16,
+        extra_args: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Engine:
         """The engine that serves `pair` with `drafter`: none, ngram, or a name in `pair.drafters`."""
-        key = (pair.name, drafter, requests, tuple(sorted(options.items())))
+        key = (pair.name, drafter, requests, extra_args, tuple(sorted(options.items())))
         if key != self._key or self._engine is None or self._engine.state != "ready":
             self.stop()
             self._count += 1
             what = drafter if drafter in ("none", "ngram") else str(pair.drafters[drafter])
-            engine = Engine(self.profile(pair, requests), what, run_dir=self._folder / f"run-{self._count}", **options)
+            profile, run_dir = self.profile(pair, requests, extra_args), self._folder / f"run-{self._count}"
+            engine = Engine(profile, what, run_dir=run_dir, **options)
             engine.start()
             self._engine, self._key = engine, key
         return self._engine
