@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ CHUNK = 64
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 FINAL = -1  # transformers' last hidden state is after the final norm
 
-# Engines, in an order that starts each once.
+# name: (target, drafter, options of the engine)
 MODES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "none", {}),
     "llama-chunked": ("llama", "none", {"extra_args": ("--chunked-prefill-size", str(CHUNK))}),
@@ -45,14 +46,34 @@ MODES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def engine_of(engines: EnginePool, tiny: Any, mode: str, folder: Path) -> Engine:
-    target, drafter, options = MODES[mode]
-    return engines.get(tiny(target), drafter, capture_dir=folder, **options)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("capturing")
+
+
+@dataclass(frozen=True)
+class Running:
+    """The engine of a mode, its target, and how to start it again after it was killed."""
+
+    engines: EnginePool
+    pair: TinyPair
+    drafter: str
+    options: dict[str, Any]
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines.get(self.pair, self.drafter, **self.options)
+
+
+@pytest.fixture(scope="module")
+def running(engines: EnginePool, tiny: Any, folder: Path, request: pytest.FixtureRequest) -> Running:
+    """By indirect parameters of module scope, so that pytest runs all tests of a mode on one engine."""
+    target, drafter, options = MODES[request.param]
+    return Running(engines, tiny(target), drafter, {**options, "capture_dir": folder})
+
+
+def on(*modes: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("running", modes, indirect=True)
 
 
 class References:
@@ -97,17 +118,14 @@ def captured(engine: Engine, conversations: list[Conversation], out: Path, concu
     return open_shards(out, verify=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_captured_states_are_those_of_transformers(
-    engines: EnginePool, tiny: Any, references: References, folder: Path, tmp_path: Path, mode: str
-) -> None:
-    pair: TinyPair = tiny(MODES[mode][0])
+@on(*MODES)
+def test_captured_states_are_those_of_transformers(running: Running, references: References, tmp_path: Path) -> None:
+    pair = running.pair
     conversations, aux, final = references.get(pair)
-    engine = engine_of(engines, tiny, mode, folder)
     names = [name for name in load_file(pair.target / "model.safetensors") if name.endswith("lm_head.weight")]
     head_VH = load_file(pair.target / "model.safetensors")[names[0]].numpy()
     for concurrency in (16, 1):
-        shards = captured(engine, conversations, tmp_path / str(concurrency), concurrency)
+        shards = captured(running.engine, conversations, tmp_path / str(concurrency), concurrency)
         manifest = shards.manifest
         assert (manifest["layer_ids"], manifest["convention"]) == (list(pair.layer_ids), pair.convention)
         assert (manifest["dtype"], manifest["hidden_size"]) == ("float32", pair.hidden_size)
@@ -136,18 +154,19 @@ def test_layers_are_told_apart(tiny: Any, references: References) -> None:
                 assert np.abs(one - other).max() > 0.1
 
 
-@pytest.mark.parametrize("mode", ["llama-chunked", "llama-serving"])
-def test_other_requests_leave_nothing_behind(engines: EnginePool, tiny: Any, folder: Path, mode: str) -> None:
-    engine = engine_of(engines, tiny, mode, folder)
+@on("llama-chunked", "llama-serving")
+def test_other_requests_leave_nothing_behind(running: Running, folder: Path) -> None:
+    engine = running.engine
     body = {"input_ids": [20] * 200, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
     answer = httpx.post(f"{engine.url}/generate", json=body, headers=engine.headers, timeout=120)
     assert answer.status_code == 200
     assert not list(spool.spool_of(folder).iterdir())
 
 
-def test_chunks_are_really_chunks(engines: EnginePool, tiny: Any, references: References, folder: Path) -> None:
-    engine = engine_of(engines, tiny, "llama-chunked", folder)
-    conversations, aux, _ = references.get(tiny("llama"))
+@on("llama-chunked")
+def test_chunks_are_really_chunks(running: Running, references: References, folder: Path) -> None:
+    engine = running.engine
+    conversations, aux, _ = references.get(running.pair)
     longest = max(range(len(LENGTHS)), key=lambda index: LENGTHS[index])
     ids, rid = conversations[longest].ids, spool.RID_PREFIX + "chunks"
     body = {"input_ids": ids.tolist(), "rid": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -160,8 +179,9 @@ def test_chunks_are_really_chunks(engines: EnginePool, tiny: Any, references: Re
     spool.delete_parts(folder, rid)
 
 
-def test_a_text_too_long_is_refused_and_named(engines: EnginePool, tiny: Any, folder: Path, tmp_path: Path) -> None:
-    engine = engine_of(engines, tiny, "llama", folder)
+@on("llama")
+def test_a_text_too_long_is_refused_and_named(running: Running, folder: Path, tmp_path: Path) -> None:
+    engine = running.engine
     long = Conversation("line 7", np.full(2000, 20, np.int32), np.full(4, 21, np.int32), 0)
     short = Conversation("line 8", np.full(20, 20, np.int32), np.full(4, 21, np.int32), 0)
     result = capture(
@@ -224,10 +244,9 @@ def same(one: Path, other: Path, file: Path) -> None:
         np.testing.assert_allclose(a.final_hidden, b.final_hidden, **TOLERANCE)
 
 
-def test_a_killed_client_goes_on_where_it_was(
-    engines: EnginePool, tiny: Any, folder: Path, tmp_path: Path, file: Path
-) -> None:
-    engine = engine_of(engines, tiny, "llama", folder)
+@on("llama")
+def test_a_killed_client_goes_on_where_it_was(running: Running, folder: Path, tmp_path: Path, file: Path) -> None:
+    engine = running.engine
     assert client(engine, file, tmp_path / "whole").wait() == 0
     process = client(engine, file, tmp_path / "out")
     deadline = time.monotonic() + 120
@@ -242,10 +261,11 @@ def test_a_killed_client_goes_on_where_it_was(
     assert not list(spool.spool_of(folder).iterdir())
 
 
+@on("llama")
 def test_a_killed_engine_is_named_and_a_new_one_goes_on(
-    engines: EnginePool, tiny: Any, folder: Path, tmp_path: Path, file: Path
+    running: Running, folder: Path, tmp_path: Path, file: Path
 ) -> None:
-    engine = engine_of(engines, tiny, "llama", folder)
+    engine = running.engine
     process = client(engine, file, tmp_path / "out")
     deadline = time.monotonic() + 120
     while not (tmp_path / "out" / "manifest.json").exists() and time.monotonic() < deadline:
@@ -258,8 +278,8 @@ def test_a_killed_engine_is_named_and_a_new_one_goes_on(
     assert 0 < held < len(read_conversations([file]))
     with pytest.raises((CaptureError, spool.SpoolError)):
         capture([], url=engine.url, engine_dir=folder, out=tmp_path / "out", headers=engine.headers)
-    engines.stop()
-    engine = engine_of(engines, tiny, "llama", folder)
+    running.engines.stop()
+    engine = running.engine
     assert client(engine, file, tmp_path / "out").wait() == 0
     assert client(engine, file, tmp_path / "whole").wait() == 0
     same(tmp_path / "whole", tmp_path / "out", file)
