@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,7 @@ class Recorder:
             self._folder,
             Handshake(
                 FORMAT,
+                platform.node(),
                 os.getpid(),
                 self._version,
                 self._layer_ids,

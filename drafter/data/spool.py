@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,10 +31,12 @@ class Handshake:
     """What an engine says about itself once its first prompt has passed the capture.
 
     layer_ids: as the engine was given them. inputs_to: the layers whose input is captured, as it resolved them.
+    host, pid: where it runs; a client on another machine that sees the same disk cannot look at its processes.
     convention: what layer_ids then mean, `output_of_layer` or `input_to_layer`. dtype: bfloat16 or float32.
     """
 
     format: int
+    host: str
     pid: int
     sglang: str
     layer_ids: list[int]
@@ -90,7 +93,7 @@ def read_handshake(folder: Path) -> Handshake:
         raise SpoolError(
             f"{file} has format {handshake.format}, expected {FORMAT}: start the engine with this version."
         )
-    if not process_runs(handshake.pid):
+    if handshake.host == platform.node() and not process_runs(handshake.pid):
         raise SpoolError(
             f"{file} was written by process {handshake.pid}, which no longer runs: start the capturing engine again."
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import threading
 from pathlib import Path
 
@@ -63,8 +64,8 @@ class FakeCapturingEngine:
 
     def shake_hands(self, **changes: object) -> None:
         inputs_to = [layer + 1 for layer in LAYERS]
-        kind = {"format": 1, "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS, "inputs_to": inputs_to}
-        kind |= {"convention": "output_of_layer", "hidden_size": WIDTH, "dtype": "float32", "tp_rank": 0, **changes}
+        kind = {"format": 1, "host": platform.node(), "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS}
+        kind |= {"inputs_to": inputs_to, "convention": "output_of_layer", "hidden_size": WIDTH, "dtype": "float32", "tp_rank": 0, **changes}
         write_handshake(self.folder, Handshake(**kind))
 
     async def _info(self, request: web.Request) -> web.Response:

@@ -226,6 +226,12 @@ def test_no_capture_without_a_handshake(fake, tmp_path, spoil, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_engine_on_another_machine_that_sees_the_disk(fake, tmp_path):
+    fake.shake_hands(host="another-machine", pid=dead_pid())
+    run(fake, tmp_path, entries := lines(3))
+    check(tmp_path / "out", entries)
+
+
 def test_an_engine_elsewhere(fake, tmp_path):
     with pytest.raises(CaptureError, match="wants its key"):
         capture([], url=fake.url, engine_dir=fake.folder, out=tmp_path / "out")

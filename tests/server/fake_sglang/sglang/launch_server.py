@@ -7,6 +7,7 @@ no token comes), no-plugin (captures nothing), shake:NAME=JSON (an entry of the 
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ RESOLVED = {
 }
 RESOLVED |= changes("change:")
 if (captured := os.environ.get("EYAS_CAPTURE_DIR")) and "no-plugin" not in CUES:
-    handshake = {"format": 1, "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS}
+    handshake = {"format": 1, "host": platform.node(), "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS}
     handshake |= {"inputs_to": [layer + 1 for layer in LAYERS], "convention": "output_of_layer", "hidden_size": 8}
     handshake |= {"dtype": "float32", "tp_rank": 0, **changes("shake:")}
     (Path(captured) / "handshake.json").write_text(json.dumps(handshake))
