@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml --drafter none --port 8080
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter ngram
+  python -m server engine --profile deploy/profiles/cpu-smollm2.toml --capture /tmp/capture
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
@@ -56,21 +57,31 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--port", type=int, help="port to listen on (default: the profile's, 8000)")
         if name == "engine":
             command.add_argument("--port", type=int, help="port of 127.0.0.1 for the engine (default: a free one)")
+            command.add_argument(
+                "--capture",
+                type=Path,
+                metavar="DIR",
+                help="load no drafter, and write into DIR what one would be fed, for `python -m drafter capture --dir "
+                "DIR`; the layers are the profile's [capture]",
+            )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
     return top
 
 
-def run_engine(profile_file: Path, drafter: str | None, port: int | None) -> int:
+def run_engine(profile_file: Path, drafter: str | None, port: int | None, capture_dir: Path | None) -> int:
     """Run one engine until a signal or its end."""
-    engine = Engine(load_profile(profile_file), drafter, port=port)
+    engine = Engine(load_profile(profile_file), "none" if capture_dir else drafter, port=port, capture_dir=capture_dir)
     ended = threading.Event()
     engine.on_end = lambda _: ended.set()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     try:
         with StageDisplay() as display:
             engine.start(display)
-        print(f"eyas: engine ready at {engine.url} with {speculation_text(engine.drafter)}")
+        what = speculation_text(engine.drafter)
+        if engine.capture:
+            what = f"no drafter; layers {engine.capture.layer_ids} go to {engine.capture.folder}"
+        print(f"eyas: engine ready at {engine.url} with {what}")
         print(f"  its keys are in {engine.key_file}, its log is {engine.log_file}. Ctrl-C stops it.", flush=True)
         ended.wait()
         if engine.state in ("dead", "hung"):
@@ -83,7 +94,10 @@ def run_engine(profile_file: Path, drafter: str | None, port: int | None) -> int
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
+    commands = parser()
+    arguments = commands.parse_args(argv)
+    if arguments.command == "engine" and arguments.capture and arguments.drafter:
+        commands.error("--capture loads no drafter: leave --drafter out")
     try:
         if arguments.command == "plan":
             profile = load_profile(arguments.profile)
@@ -91,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
             return 0
         if arguments.command == "engine":
-            return run_engine(arguments.profile, arguments.drafter, arguments.port)
+            return run_engine(arguments.profile, arguments.drafter, arguments.port, arguments.capture)
         version = importlib.metadata.version("eyas")
         return serve(load_profile(arguments.profile), arguments.drafter, arguments.host, arguments.port, version)
     except (ProfileError, LaunchError, DrafterError, EngineError) as error:

@@ -59,6 +59,8 @@ OWNED_FLAGS = frozenset(
         "--kv-cache-dtype",
         "--page-size",
         "--max-total-tokens",
+        "--enable-return-aux-hidden-states",
+        "--return-aux-hidden-state-layer-ids",
     )
 )
 FAKING_ENVIRONMENT = re.compile(r"^SGLANG_(SIMULATE|DSPARK_SIMULATE)")
@@ -216,6 +218,24 @@ class GatewayTable(Table):
     heartbeat_after_s: Seconds = 10.0
 
 
+class CaptureTable(Table):
+    """Which layers `engine --capture` writes.
+
+    `layer_ids` are given to SGLang as they are, and later to the drafter's `eagle_config`. What they mean depends on
+    the target's class: a Llama adds one (`output_of_layer`), a DeepSeek or Kimi takes them as they are
+    (`input_to_layer`) unless the first is 1. A start is refused where the engine does not mean `convention`.
+    """
+
+    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    convention: Literal["output_of_layer", "input_to_layer"]
+
+    @model_validator(mode="after")
+    def _different(self) -> CaptureTable:
+        if len(set(self.layer_ids)) != len(self.layer_ids):
+            raise ValueError(f"layer_ids {self.layer_ids} name a layer twice")
+        return self
+
+
 class Profile(Table):
     """A whole profile. `source` is its file and `sha256` the hash of the file's bytes."""
 
@@ -227,6 +247,7 @@ class Profile(Table):
     speculation: Speculation = Speculation()
     drafters: dict[str, DrafterTable] = {}
     gateway: GatewayTable = GatewayTable()
+    capture: CaptureTable | None = None
 
     @model_validator(mode="after")
     def _names(self) -> Profile:

@@ -24,14 +24,18 @@ import httpx
 import orjson
 import psutil
 
+from drafter.data.spool import SpoolError
 from drafter.settings import read_settings
 from server import guard
+from server.capture import check_handshake, prepare_folder
 from server.config import Profile
 from server.launch import (
     ActiveDrafter,
+    CapturePlan,
     build_launch,
     changed_arguments,
     child_environment,
+    plan_capture,
     resolve_drafter,
     with_resolved,
 )
@@ -55,7 +59,8 @@ NOISE = re.compile(r'Ignore import error|"(GET|POST) /|^\s*$|kill_process_tree|R
 # What may be read out of /server_info, which also carries both keys.
 RESOLVED = re.compile(
     r"^(model_path|served_model_name|context_length|dtype|quantization|kv_cache_dtype|page_size|tp_size|device|version"
-    r"|max_running_requests|max_total_num_tokens|.*attention_backend|moe_runner_backend|speculative_\w+)$"
+    r"|max_running_requests|max_total_num_tokens|disable_radix_cache|aux_hidden_state_capture"
+    r"|return_aux_hidden_state_layer_ids|.*attention_backend|moe_runner_backend|speculative_\w+)$"
 )
 
 
@@ -70,6 +75,8 @@ class Engine:
     port: None takes a free one. run_dir: where the log and the key file go (default: a new folder under
     EYAS_HOME/runs). num_steps, topk, draft_tokens override the profile's for an EAGLE3 drafter.
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
+    capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
+    drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
 
     Raises LaunchError or DrafterError for a combination that cannot be served.
     """
@@ -85,11 +92,13 @@ class Engine:
         topk: int | None = None,
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
+        capture_dir: Path | None = None,
     ) -> None:
         self.profile = profile
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
+        self.capture: CapturePlan | None = plan_capture(profile, self.drafter, capture_dir) if capture_dir else None
         self.state: State = "new"
         self.detail = ""
         self.served_name = profile.target.served_name
@@ -149,6 +158,7 @@ class Engine:
             self._spawn()
             self._wait_ready(say)
             self._compare()
+            self._check_capture()
         except BaseException:
             self.stop()
             raise
@@ -207,7 +217,14 @@ class Engine:
             raise EngineError(
                 f"the engine's run folder {self._run_dir} cannot be written ({error.strerror})."
             ) from None
-        launch = build_launch(self.profile, self.drafter, port=self._port, config_file=str(self.key_file))
+        if self.capture:
+            try:
+                prepare_folder(self.capture.folder)
+            except SpoolError as error:
+                raise EngineError(str(error)) from None
+        launch = build_launch(
+            self.profile, self.drafter, port=self._port, config_file=str(self.key_file), capture=self.capture
+        )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
         with self.log_file.open("ab") as log:
@@ -277,6 +294,15 @@ class Engine:
                 + "\nCorrect the profile so that it asks for what it gets."
             )
         self.drafter = with_resolved(self.drafter, self.resolved)
+
+    def _check_capture(self) -> None:
+        assert self._process
+        if self.capture:
+            processes = {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
+            try:
+                check_handshake(self.capture, processes)
+            except SpoolError as error:
+                raise EngineError(str(error)) from None
 
     def _check_alive(self, stage: str) -> None:
         assert self._process

@@ -33,6 +33,12 @@ CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # else the first speculative request spends 17 s in inductor
 }
 CPU_MEM_FRACTION = 0.8
+# Rows from a prefix cache are never computed, and a replayed graph does not pass the plugin: neither would be written.
+CAPTURE_FLAGS: tuple[tuple[str, object], ...] = (
+    ("--disable-radix-cache", True),
+    ("--cuda-graph-backend-prefill", "disabled"),
+)
+CAPTURE_ALGORITHM = "EAGLE3"  # it names the convention only: SGLang resets it and loads no drafter
 NGRAM_FLAGS = (
     "min_bfs_breadth",
     "max_bfs_breadth",
@@ -62,6 +68,15 @@ class ActiveDrafter:
     draft_tokens: int | None = None
     table: DrafterTable | None = None
     folder: DrafterFolder | None = None
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """What an engine is to write and where. `convention` is None where the drafter's own ids are taken."""
+
+    folder: Path
+    layer_ids: list[int]
+    convention: str | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +164,30 @@ def resolve_drafter(
     )
 
 
-def build_launch(profile: Profile, drafter: ActiveDrafter, *, port: int, config_file: str) -> Launch:
+def plan_capture(profile: Profile, drafter: ActiveDrafter, folder: Path) -> CapturePlan:
+    """Which layers to write: the profile's `[capture]` without a drafter, a drafter's own with one.
+
+    Raises LaunchError where there are none.
+    """
+    folder = folder.expanduser().absolute()
+    if drafter.algorithm == "NONE":
+        if profile.capture is None:
+            raise LaunchError(
+                f"profile {profile.source} has no [capture] table: add one with layer_ids (three layers, low, middle "
+                'and high) and convention ("output_of_layer" for a Llama target).'
+            )
+        return CapturePlan(folder, profile.capture.layer_ids, profile.capture.convention)
+    if drafter.folder is None or drafter.folder.layer_ids is None:
+        raise LaunchError(
+            f"drafter {drafter.name} names no layers that could be captured: use an EAGLE3 drafter on this disk whose "
+            "eagle_config has eagle_aux_hidden_state_layer_ids, or none."
+        )
+    return CapturePlan(folder, drafter.folder.layer_ids, None)
+
+
+def build_launch(
+    profile: Profile, drafter: ActiveDrafter, *, port: int, config_file: str, capture: CapturePlan | None = None
+) -> Launch:
     """The engine's command, environment and expectations. Starts nothing, needs no GPU.
 
     `config_file` will hold the keys; its name must end in `.yaml`.
@@ -187,15 +225,17 @@ def build_launch(profile: Profile, drafter: ActiveDrafter, *, port: int, config_
         given = {flag for flag, value in flags if value is not None}
         flags += [(flag, value) for flag, value in CPU_FLAGS if flag not in given]
     flags += _speculation_flags(profile, drafter)
-    argv = [sys.executable, "-m", "sglang.launch_server"]
-    for flag, value in flags:
-        if value is True:
-            argv.append(flag)
-        elif value not in (None, False):
-            argv += [flag, str(value)]
-    argv += engine.extra_args
+    argv = [sys.executable, "-m", "sglang.launch_server", *_words(flags), *engine.extra_args]
     environment = {**(CPU_ENVIRONMENT if on_cpu else {}), **({"HF_HUB_OFFLINE": "1"} if local else {}), **engine.env}
-    return Launch(argv, environment, _expected(profile, drafter))
+    expected = _expected(profile, drafter)
+    if capture:
+        argv += _words(_capture_flags(capture))  # last, so that extra_args cannot undo them
+        environment["EYAS_CAPTURE_DIR"] = str(capture.folder)
+        expected["disable_radix_cache"] = True
+        if capture.convention:
+            expected["return_aux_hidden_state_layer_ids"] = capture.layer_ids
+            expected["aux_hidden_state_capture"] = CAPTURE_ALGORITHM.lower()
+    return Launch(argv, environment, expected)
 
 
 def child_environment(
@@ -250,6 +290,29 @@ def with_resolved(drafter: ActiveDrafter, resolved: Mapping[str, Any]) -> Active
 
 def is_local(path: str) -> bool:
     return Path(path).is_absolute()
+
+
+def _words(flags: list[tuple[str, object]]) -> list[str]:
+    words: list[str] = []
+    for flag, value in flags:
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        elif value not in (None, False):
+            words += [flag, str(value)]
+    return words
+
+
+def _capture_flags(capture: CapturePlan) -> list[tuple[str, object]]:
+    if capture.convention is None:
+        return list(CAPTURE_FLAGS)
+    return [
+        *CAPTURE_FLAGS,
+        ("--speculative-algorithm", CAPTURE_ALGORITHM),
+        ("--enable-return-aux-hidden-states", True),
+        ("--return-aux-hidden-state-layer-ids", capture.layer_ids),
+    ]
 
 
 def _speculation_flags(profile: Profile, drafter: ActiveDrafter) -> list[tuple[str, object]]:

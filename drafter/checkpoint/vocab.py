@@ -104,10 +104,10 @@ class DraftVocab:
         return cls(np.sort(np.concatenate([wanted, others])).astype(np.int64), len(counts))
 
     @classmethod
-    def from_tensors(cls, d2t: Ids, t2d: NDArray[np.bool_]) -> DraftVocab:
-        """The map that a drafter folder carries: offsets [U] and membership [V]. Raises VocabError."""
-        vocab = cls(d2t.astype(np.int64) + np.arange(len(d2t)), len(t2d))
-        if not np.array_equal(vocab.t2d, t2d):
+    def from_tensors(cls, d2t: Ids, t2d: NDArray[np.bool_] | None, target_vocab_size: int) -> DraftVocab:
+        """The map that a drafter folder carries: offsets [U], and membership [V] where it has one. Raises VocabError."""
+        vocab = cls(d2t.astype(np.int64) + np.arange(len(d2t)), target_vocab_size)
+        if t2d is not None and not np.array_equal(vocab.t2d, t2d.astype(np.bool_)):
             raise VocabError(
                 f"d2t names {len(d2t):,} target tokens and t2d {int(t2d.sum()):,}, and they are not the same ones: "
                 "the two belong to different vocabularies."
@@ -125,7 +125,7 @@ class DraftVocab:
         """Read what `save` wrote. Raises VocabError."""
         try:
             tensors = load_file(file)
-            return cls.from_tensors(tensors["d2t"], tensors["t2d"])
+            return cls.from_tensors(tensors["d2t"], tensors["t2d"], len(tensors["t2d"]))
         except FileNotFoundError:
             raise VocabError(f"{file} does not exist: make it with `python -m drafter vocab`.") from None
         except (OSError, SafetensorError, KeyError) as error:

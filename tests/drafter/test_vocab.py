@@ -43,7 +43,7 @@ def test_the_map_goes_there_and_back(ids: set[int]) -> None:
         assert vocab.rows[token] == row
     assert np.flatnonzero(vocab.t2d).tolist() == sorted(ids)
     assert (vocab.rows < 0).sum() == 61 - len(ids)
-    assert DraftVocab.from_tensors(vocab.d2t, vocab.t2d).hash == vocab.hash
+    assert DraftVocab.from_tensors(vocab.d2t, vocab.t2d, 61).hash == vocab.hash
 
 
 def test_the_hash_is_the_one_that_is_written_down() -> None:
@@ -76,7 +76,7 @@ def test_a_size_that_cannot_be_made(size: int, forced: tuple[int, ...]) -> None:
 
 def test_two_halves_of_different_vocabularies() -> None:
     with pytest.raises(VocabError, match="not the same ones"):
-        DraftVocab.from_tensors(DraftVocab(np.array([1, 2]), 5).d2t, DraftVocab(np.array([1, 3]), 5).t2d)
+        DraftVocab.from_tensors(DraftVocab(np.array([1, 2]), 5).d2t, DraftVocab(np.array([1, 3]), 5).t2d, 5)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,20 +21,29 @@ class EnginePool:
         self._engine: Engine | None = None
         self._count = 0
 
-    def profile(self, pair: TinyPair, requests: int = 16) -> Profile:
+    def profile(self, pair: TinyPair, requests: int = 16, extra_args: tuple[str, ...] = ()) -> Profile:
         """A profile that serves `pair.target` in fp32."""
         file = self._folder / f"{pair.name}-{requests}.toml"
-        file.write_text(profile_text(pair, requests))
+        file.write_text(profile_text(pair, requests, extra_args))
         return load_profile(file)
 
-    def get(self, pair: TinyPair, drafter: str, *, requests: int = 16, **options: int | float | None) -> Engine:
+    def get(
+        self,
+        pair: TinyPair,
+        drafter: str,
+        *,
+        requests: int = 16,
+        extra_args: tuple[str, ...] = (),
+        **options: Any,
+    ) -> Engine:
         """The engine that serves `pair` with `drafter`: none, ngram, or a name in `pair.drafters`."""
-        key = (pair.name, drafter, requests, tuple(sorted(options.items())))
+        key = (pair.name, drafter, requests, extra_args, tuple(sorted(options.items())))
         if key != self._key or self._engine is None or self._engine.state != "ready":
             self.stop()
             self._count += 1
             what = drafter if drafter in ("none", "ngram") else str(pair.drafters[drafter])
-            engine = Engine(self.profile(pair, requests), what, run_dir=self._folder / f"run-{self._count}", **options)
+            profile, run_dir = self.profile(pair, requests, extra_args), self._folder / f"run-{self._count}"
+            engine = Engine(profile, what, run_dir=run_dir, **options)
             engine.start()
             self._engine, self._key = engine, key
         return self._engine

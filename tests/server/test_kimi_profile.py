@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.config import load_profile
-from server.launch import build_launch, resolve_drafter
+from server.launch import build_launch, plan_capture, resolve_drafter
 
 REPO = Path(__file__).parents[2]
 PROFILE = REPO / "deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml"
@@ -110,7 +110,8 @@ from sglang.srt.server_args import prepare_server_args
 names = (
     "speculative_draft_attention_backend", "page_size", "kv_cache_dtype", "speculative_algorithm",
     "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_adaptive",
-    "max_running_requests", "context_length", "tp_size", "served_model_name",
+    "max_running_requests", "context_length", "tp_size", "served_model_name", "disable_radix_cache",
+    "aux_hidden_state_capture", "return_aux_hidden_state_layer_ids", "cuda_graph_backend_prefill",
 )
 found = {}
 for case, argv in json.load(sys.stdin).items():
@@ -138,11 +139,13 @@ def resolved(tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
 
-    def argv_and_expected(name, edit=("", "")):
+    def argv_and_expected(name, edit=("", ""), captures=False):
         assert edit[0] in PROFILE.read_text()
         (folder / "profile.toml").write_text(PROFILE.read_text().replace(*edit))
         profile = load_profile(folder / "profile.toml")
-        launch = build_launch(profile, resolve_drafter(profile, name), port=30000, config_file="k.yaml")
+        drafter = resolve_drafter(profile, name)
+        capture = plan_capture(profile, drafter, folder / "captured") if captures else None
+        launch = build_launch(profile, drafter, port=30000, config_file="k.yaml", capture=capture)
         argv = launch.argv[launch.argv.index("--model-path") :]
         argv[argv.index("--model-path") + 1] = str(folder / "target")
         if "--speculative-draft-model-path" in argv:
@@ -150,6 +153,7 @@ def resolved(tmp_path_factory):
         return [*argv, "--skip-tokenizer-init"], launch.expected
 
     cases = {name: argv_and_expected(name) for name in ACCEPTED}
+    cases["capture"] = argv_and_expected("none", captures=True)
     cases |= {case: argv_and_expected(name, edit) for case, (name, edit, _) in REFUSED.items()}
     shown = subprocess.run(
         [sys.executable, "-c", RESOLVE],
@@ -176,6 +180,15 @@ def test_sglang_accepts_the_profile_on_blackwell(resolved, name):
         assert found[key] == expected[key], key
     if expected["speculative_algorithm"] == "EAGLE3":
         assert found["speculative_draft_attention_backend"] == "flashinfer"
+
+
+@pytest.mark.engine
+def test_sglang_accepts_a_capture_on_blackwell(resolved):
+    found, expected = resolved["capture"]
+    assert found["return_aux_hidden_state_layer_ids"] == [2, 30, 58]
+    assert found["cuda_graph_backend_prefill"] == "disabled"
+    for key in set(expected) & set(found):
+        assert found[key] == expected[key], key
 
 
 @pytest.mark.engine

@@ -1,12 +1,13 @@
 """FAKE `python -m sglang.launch_server`: answers what an Engine asks, and misbehaves as FAKE_SGLANG tells it.
 
-FAKE_SGLANG is a comma list of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
+FAKE_SGLANG is a list, with semicolons, of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
 change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
-no token comes).
+no token comes), no-plugin (captures nothing), shake:NAME=JSON (an entry of the capture's handshake).
 """
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -15,16 +16,23 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-CUES = [cue for cue in os.environ.get("FAKE_SGLANG", "").split(",") if cue]
+CUES = [cue for cue in os.environ.get("FAKE_SGLANG", "").split(";") if cue]
 
 
 def flags(argv):
     found, at = {}, 0
     while at < len(argv):
-        bare = at + 1 == len(argv) or argv[at + 1].startswith("--")
-        found[argv[at][2:].replace("-", "_")] = True if bare else argv[at + 1]
-        at += 1 if bare else 2
+        end = next((i for i in range(at + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        values = argv[at + 1 : end]
+        found[argv[at][2:].replace("-", "_")] = True if not values else values[0] if len(values) == 1 else values
+        at = end
     return found
+
+
+def changes(kind):
+    """What the cues of a kind change, as {name: value}."""
+    pairs = [cue.removeprefix(kind).partition("=") for cue in CUES if cue.startswith(kind)]
+    return {name: json.loads(value) for name, _, value in pairs}
 
 
 ASKED = flags(sys.argv[1:])
@@ -40,13 +48,18 @@ if "stubborn" in CUES:
     child = subprocess.Popen([sys.executable, "-c", code])
     print(f"stubborn child {child.pid}", flush=True)
 
+CAPTURES_ONLY = "enable_return_aux_hidden_states" in ASKED
+LAYERS = [int(layer) for layer in ASKED.get("return_aux_hidden_state_layer_ids", ["0", "1", "2"])]
 RESOLVED = {
     "model_path": ASKED["model_path"],
     "served_model_name": ASKED["served_model_name"],
     "context_length": int(ASKED["context_length"]),
     "max_running_requests": int(ASKED["max_running_requests"]),
     "dtype": ASKED["dtype"],
-    "speculative_algorithm": ASKED.get("speculative_algorithm"),
+    "speculative_algorithm": None if CAPTURES_ONLY else ASKED.get("speculative_algorithm"),
+    "disable_radix_cache": "disable_radix_cache" in ASKED,
+    "aux_hidden_state_capture": ASKED["speculative_algorithm"].lower() if CAPTURES_ONLY else None,
+    "return_aux_hidden_state_layer_ids": LAYERS if CAPTURES_ONLY else None,
     "speculative_num_steps": int(ASKED.get("speculative_num_steps", 0)),
     "speculative_eagle_topk": int(ASKED.get("speculative_eagle_topk", 10)),
     "speculative_num_draft_tokens": int(ASKED.get("speculative_num_draft_tokens", 12)),
@@ -57,10 +70,12 @@ RESOLVED = {
     "environment": dict(os.environ),
     **KEYS,
 }
-for cue in CUES:
-    if cue.startswith("change:"):
-        name, _, value = cue.removeprefix("change:").partition("=")
-        RESOLVED[name] = json.loads(value)
+RESOLVED |= changes("change:")
+if (captured := os.environ.get("EYAS_CAPTURE_DIR")) and "no-plugin" not in CUES:
+    handshake = {"format": 1, "host": platform.node(), "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS}
+    handshake |= {"inputs_to": [layer + 1 for layer in LAYERS], "convention": "output_of_layer", "hidden_size": 8}
+    handshake |= {"dtype": "float32", "tp_rank": 0, **changes("shake:")}
+    (Path(captured) / "handshake.json").write_text(json.dumps(handshake))
 
 
 class Handler(BaseHTTPRequestHandler):

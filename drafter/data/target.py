@@ -1,0 +1,83 @@
+"""Which target a capture or a drafter belongs to: the hashes of its config, its tokenizer and its output head.
+
+A drafter learns the target's own features and reads its output head, so any of the three changing makes it foreign.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from drafter.data.tensorfile import TensorFileError, tensor_bytes, tensor_names
+
+TARGET_HASHES = ("config_sha256", "tokenizer_sha256", "lm_head_sha256")
+TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
+INDEX = "model.safetensors.index.json"
+
+
+class TargetError(ValueError):
+    """A target folder that cannot be identified: what was found, and what to do."""
+
+
+def target_identity(folder: Path) -> dict[str, str]:
+    """config_sha256, tokenizer_sha256 and lm_head_sha256 of a model folder.
+
+    The first two are over a file's bytes (TOKENIZERS names the files, the first that exists counts), the last over the
+    bytes of the output head's tensor, which is the embedding where the two are tied. Raises TargetError.
+    """
+    config_file = folder / "config.json"
+    try:
+        raw = config_file.read_bytes()
+    except OSError as error:
+        raise TargetError(
+            f"{config_file} cannot be read ({error.strerror}): give the folder that holds the target's weights."
+        ) from None
+    try:
+        config = json.loads(raw)
+        tied = _is_tied(config)
+    except (ValueError, AttributeError):
+        raise TargetError(f"{config_file} is no model's configuration: give the folder with the target.") from None
+    tokenizer = next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
+    if tokenizer is None:
+        raise TargetError(f"{folder} has none of {', '.join(TOKENIZERS)}: copy the target's tokenizer into it.")
+    try:
+        head = _head_sha256(folder, tied)
+    except TensorFileError as error:
+        raise TargetError(str(error)) from None
+    return {
+        "config_sha256": hashlib.sha256(raw).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+        "lm_head_sha256": head,
+    }
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    text = config.get("text_config") or {}
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
+def _head_sha256(folder: Path, tied: bool) -> str:
+    names = _files_by_name(folder)
+    for end in ("lm_head.weight", "embed_tokens.weight") if tied else ("lm_head.weight",):
+        found = [name for name in names if f".{name}".endswith(f".{end}")]
+        if len(found) > 1:
+            raise TargetError(f"{folder} has {len(found)} tensors named {end} ({', '.join(found)}), expected one.")
+        if found:
+            return hashlib.sha256(tensor_bytes(names[found[0]], found[0])).hexdigest()
+    raise TargetError(
+        f"{folder} has no tensor named lm_head.weight{' or embed_tokens.weight' if tied else ''} in safetensors: "
+        "give the folder that holds the target's weights."
+    )
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    """The file of each tensor: by the index of a sharded checkpoint, else by the files' own headers."""
+    if (folder / INDEX).is_file():
+        try:
+            index: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            raise TargetError(f"{folder / INDEX} has no weight_map: copy it again.") from None
+        return {name: folder / file for name, file in index.items()}
+    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)}
