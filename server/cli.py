@@ -5,24 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import signal
 import sys
-import threading
 from pathlib import Path
 
 from drafter.checkpoint.folder import DrafterError
+from server.alone import run_engine
 from server.config import ProfileError, load_profile
-from server.display import StageDisplay
 from server.engine import Engine, EngineError
 from server.launch import LaunchError, resolve_drafter
 from server.plan import make_plan, render_plan
-from server.serve import serve, speculation_text
+from server.serve import serve
 
 EXAMPLES = """examples:
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml --drafter none --port 8080
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter ngram
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --capture /tmp/capture
+  python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter none -- \\
+      python -m drafter generate --url {url} --key-file {key_file} …
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
@@ -64,33 +64,16 @@ def parser() -> argparse.ArgumentParser:
                 help="load no drafter, and write into DIR what one would be fed, for `python -m drafter capture --dir "
                 "DIR`; the layers are the profile's [capture]",
             )
+            command.add_argument(
+                "command_beside",
+                nargs="*",
+                metavar="-- COMMAND",
+                help="run a command once the engine is ready, and stop the engine after it; {url} and {key_file} in "
+                "its words are the engine's",
+            )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
     return top
-
-
-def run_engine(profile_file: Path, drafter: str | None, port: int | None, capture_dir: Path | None) -> int:
-    """Run one engine until a signal or its end."""
-    engine = Engine(load_profile(profile_file), "none" if capture_dir else drafter, port=port, capture_dir=capture_dir)
-    ended = threading.Event()
-    engine.on_end = lambda _: ended.set()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        with StageDisplay() as display:
-            engine.start(display)
-        what = speculation_text(engine.drafter)
-        if engine.capture:
-            what = f"no drafter; layers {engine.capture.layer_ids} go to {engine.capture.folder}"
-        print(f"eyas: engine ready at {engine.url} with {what}")
-        print(f"  its keys are in {engine.key_file}, its log is {engine.log_file}. Ctrl-C stops it.", flush=True)
-        ended.wait()
-        if engine.state in ("dead", "hung"):
-            tail = "\n  ".join(engine.log_tail())
-            raise EngineError(f"{engine.detail}. Its last log lines ({engine.log_file}):\n  {tail}")
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        engine.stop()
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,7 +88,10 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
             return 0
         if arguments.command == "engine":
-            return run_engine(arguments.profile, arguments.drafter, arguments.port, arguments.capture)
+            profile = load_profile(arguments.profile)
+            drafter = "none" if arguments.capture else arguments.drafter
+            engine = Engine(profile, drafter, port=arguments.port, capture_dir=arguments.capture)
+            return run_engine(engine, arguments.command_beside)
         version = importlib.metadata.version("eyas")
         return serve(load_profile(arguments.profile), arguments.drafter, arguments.host, arguments.port, version)
     except (ProfileError, LaunchError, DrafterError, EngineError) as error:

@@ -105,7 +105,7 @@ class DraftVocab:
 
     @classmethod
     def from_tensors(cls, d2t: Ids, t2d: NDArray[np.bool_] | None, target_vocab_size: int) -> DraftVocab:
-        """The map that a drafter folder carries: offsets [U], and membership [V] where it has one. Raises VocabError."""
+        """A drafter folder's map: offsets [U], and membership [V] where it has one. Raises VocabError."""
         vocab = cls(d2t.astype(np.int64) + np.arange(len(d2t)), target_vocab_size)
         if t2d is not None and not np.array_equal(vocab.t2d, t2d.astype(np.bool_)):
             raise VocabError(

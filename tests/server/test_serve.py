@@ -194,3 +194,35 @@ def test_one_engine_without_a_gateway(start):
     assert served.end(signal.SIGINT) == 130
     assert gone(family) and not key_file.exists()
     assert start("engine", cues="die").end() == 1
+
+
+def run_beside(start, program, cues="", **env):
+    return start("engine", "--", sys.executable, "-c", program, "{url}", "{key_file}", cues=cues, **env)
+
+
+def test_an_engine_for_as_long_as_a_command_runs(start):
+    program = "import sys, httpx; print(httpx.get(sys.argv[1] + '/ready').status_code, sys.argv[2]); sys.exit(7)"
+    served = run_beside(start, program)
+    assert served.end() == 7
+    said, key_file = served.out.read_text().split()
+    assert said == "200" and key_file.endswith("engine.yaml") and not Path(key_file).exists()
+
+
+def test_a_command_beside_an_engine_that_dies_is_ended(start):
+    served = run_beside(start, "import time; print('began', flush=True); time.sleep(60)", cues="die-later")
+    assert served.wait_for("began").end() == 1
+    assert "eyas: the engine died (exit code 9)" in served.err.read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_command_beside_an_engine_ends_with_it(start, number, code):
+    served = run_beside(start, "import time; print('began', flush=True); time.sleep(60)").wait_for("began")
+    family = served.family
+    assert served.end(number) == code
+    assert gone(family)
+
+
+def test_a_command_that_is_none(start):
+    served = start("engine", "--", "no-such-command")
+    assert served.end() == 1
+    assert "eyas: no-such-command cannot be run" in served.err.read_text()
