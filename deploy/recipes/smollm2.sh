@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# From nothing to a drafter that makes SmolLM2-135M-Instruct faster, on two CPU cores. Reads from top to bottom.
+#
+#   deploy/recipes/smollm2.sh             hours; Ctrl-C at any time, the same command goes on where it stopped
+#   QUICK=1 deploy/recipes/smollm2.sh     the same steps in a few minutes, for a poor drafter
+#
+# WORK is where everything goes: conversations, shards, the run, and in the end run/drafter, a folder that serves:
+#   make serve DRAFTER=$WORK/run/drafter
+# For another target: PROFILE (with [capture]), and PROMPTS where the target cannot write its own.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PY=${PY:-.venv/bin/python}
+PROFILE=${PROFILE:-deploy/recipes/smollm2/generate.toml}
+WORK=${WORK:-${EYAS_HOME:-$HOME/.local/share/eyas}/runs/smollm2-recipe}
+PROMPTS=${PROMPTS:-}
+OPENERS=${OPENERS:-deploy/recipes/smollm2/openers.txt}
+HELD_OUT=${HELD_OUT:-mt_bench,humaneval}
+if [[ ${QUICK:-} ]]; then
+  COUNT=${COUNT:-64} HELD_COUNT=${HELD_COUNT:-8} TOKENS=${TOKENS:-96} VOCAB=${VOCAB:-4096} TRAIN=${TRAIN:---minutes 2}
+else
+  COUNT=${COUNT:-12000} HELD_COUNT=${HELD_COUNT:-244} TOKENS=${TOKENS:-224} VOCAB=${VOCAB:-16384}
+  TRAIN=${TRAIN:---minutes 120}
+fi
+mkdir -p "$WORK"
+target=$("$PY" -c 'import sys; from server.config import load_profile; print(load_profile(sys.argv[1]).model_path)' "$PROFILE")
+name=$("$PY" -c 'import sys; from server.config import load_profile; print(load_profile(sys.argv[1]).target.served_name)' "$PROFILE")
+step() { printf '\n== %s\n' "$*" >&2; }
+
+step "1. The target writes conversations: prompts of its own, and its answers, greedy and at a temperature"
+if [[ $PROMPTS ]]; then ask=(--prompts "$PROMPTS"); else ask=(--openers "$OPENERS"); fi
+"$PY" -m server engine --profile "$PROFILE" --drafter none -- \
+  "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
+  --out "$WORK/train.jsonl" --count "$COUNT" --max-tokens "$TOKENS" "${ask[@]}"
+
+step "2. It answers the benchmarks too: never to be learned from, only to be walked in step 6"
+"$PY" -m server engine --profile "$PROFILE" --drafter none -- \
+  "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
+  --out "$WORK/held.jsonl" --prompts "$HELD_OUT" --count "$HELD_COUNT" --max-tokens 128 --past 8
+
+step "3. Which tokens may be drafted"
+"$PY" -m drafter vocab --conversations "$WORK/train.jsonl" --held-out "$WORK/held.jsonl" \
+  --target "$target" --size "$VOCAB" --out "$WORK/vocab.safetensors"
+
+step "4. The engine reads the conversations, and writes down what it would feed a drafter"
+for part in train held; do
+  "$PY" -m server engine --profile "$PROFILE" --capture "$WORK/spool" -- \
+    "$PY" -m drafter capture "$WORK/$part.jsonl" --url '{url}' --key-file '{key_file}' \
+    --dir "$WORK/spool" --out "$WORK/shards-$part"
+done
+
+step "5. Training"
+if [[ ! -d $WORK/run/drafter ]]; then
+  # shellcheck disable=SC2086 (TRAIN is words)
+  "$PY" -m drafter train --shards "$WORK/shards-train" --target "$target" --vocab "$WORK/vocab.safetensors" \
+    --out "$WORK/run" $TRAIN
+fi
+
+step "6. What an engine would accept, walked on the benchmarks' answers"
+for steps in 1 2 3 5; do
+  "$PY" -m drafter evaluate --drafter "$WORK/run/drafter" --shards "$WORK/shards-held" --target "$target" \
+    --num-steps "$steps"
+done
+
+step "7. Done: $WORK/run/drafter. Prove it on an engine:"
+echo "  $PY bench/accept_len.py --drafter none --drafter $WORK/run/drafter --prompts mt_bench,humaneval --max-tokens 128"
