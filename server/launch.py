@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from drafter import registry
 from drafter.checkpoint.folder import DrafterError, DrafterFolder, read_folder
 from server.config import FAKING_ENVIRONMENT, DrafterTable, Profile, resolve_path
 
@@ -99,7 +100,7 @@ def resolve_drafter(
     topk: int | None = None,
     draft_tokens: int | None = None,
 ) -> ActiveDrafter:
-    """Find a drafter: a reserved name, then `[drafters.NAME]` of the profile, then a folder.
+    """Find a drafter: a reserved name, then `[drafters.NAME]` of the profile, then the registry, then a folder.
 
     `num_steps`, `topk` and `draft_tokens` override the profile's for an EAGLE3 drafter.
     Raises LaunchError or DrafterError.
@@ -112,16 +113,15 @@ def resolve_drafter(
         table = DrafterTable(algorithm="NGRAM")
     base = profile.source.parent
     if table is None:
-        if not Path(name).expanduser().is_dir():
-            known = ", ".join(["none", "ngram", *(known for known in profile.drafters if known != "ngram")])
+        registered = registry.known()
+        folder_path = registered.get(name) or Path(name).expanduser()
+        if not folder_path.is_dir():
+            names = ", ".join(dict.fromkeys(["none", "ngram", *profile.drafters, *registered]))
             raise LaunchError(
-                f"drafter {name!r} is neither a name of the profile ({known}) nor a folder: check the spelling."
+                f"drafter {name!r} is neither known by name (here are {names}) nor a folder: check the spelling."
             )
-        table, base, name = (
-            DrafterTable(path=str(Path(name).expanduser().resolve())),
-            Path("/"),
-            Path(name).resolve().name,
-        )
+        folder_path = folder_path.resolve()
+        table, base, name = DrafterTable(path=str(folder_path)), Path("/"), folder_path.name
     if table.algorithm == "NGRAM":
         return ActiveDrafter(name, "NGRAM", draft_tokens=table.ngram.draft_tokens, table=table)
 

@@ -108,7 +108,7 @@ def test_a_folder_is_a_drafter_too(profile, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mina", {}, "neither a name of the profile (none, ngram, mine, tree) nor a folder"),
+        ("mina", {}, "neither known by name (here are none, ngram, mine, tree"),
         ("mine", {"topk": 4}, "needs draft_tokens"),
         ("mine", {"draft_tokens": 9}, "a chain of 5 steps verifies 6 tokens, not 9"),
     ],
@@ -217,3 +217,13 @@ def test_errors_on_the_command_line(argv, code, message):
     assert shown.returncode == code
     assert message in shown.stderr
     assert "Traceback" not in shown.stderr and shown.stdout == ""
+
+
+def test_a_registered_drafter_goes_by_its_name(profile, tmp_path, monkeypatch):
+    monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
+    ours = profile()
+    hidden = write_drafter(tmp_path / "home" / "drafters" / "mine")
+    other = write_drafter(tmp_path / "home" / "drafters" / "other")
+    found = resolve_drafter(ours, "other")
+    assert (found.name, found.path) == ("other", str(other))
+    assert resolve_drafter(ours, "mine").path == str(tmp_path / "mine") != str(hidden)
