@@ -65,7 +65,14 @@ class FakeCapturingEngine:
     def shake_hands(self, **changes: object) -> None:
         inputs_to = [layer + 1 for layer in LAYERS]
         kind = {"format": 1, "host": platform.node(), "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS}
-        kind |= {"inputs_to": inputs_to, "convention": "output_of_layer", "hidden_size": WIDTH, "dtype": "float32", "tp_rank": 0, **changes}
+        kind |= {
+            "inputs_to": inputs_to,
+            "convention": "output_of_layer",
+            "hidden_size": WIDTH,
+            "dtype": "float32",
+            "tp_rank": 0,
+            **changes,
+        }
         write_handshake(self.folder, Handshake(**kind))
 
     async def _info(self, request: web.Request) -> web.Response:

@@ -209,6 +209,17 @@ def dead_pid():
     return process.pid
 
 
+def test_a_process_that_nobody_collected_does_not_run():
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    process.stdout.read()  # until it ended
+    deadline = time.monotonic() + 10
+    while spool.process_runs(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not spool.process_runs(process.pid)
+    assert process.wait() == 0
+    assert spool.process_runs(os.getpid())
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
