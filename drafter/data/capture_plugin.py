@@ -84,11 +84,11 @@ class Recorder:
             raise Changed(f"layer ids {layer_ids} were resolved to the inputs of layers {kept[0]}")
         self._layer_ids, self._inputs_to, self._processor = layer_ids, kept[0], processors[0]
 
-    def record(self, processor: Any, input_ids: Any, final_TH: Any, aux_TA: Any, batch: Any) -> None:
+    def record(self, processor: Any, final_TH: Any, aux_TA: Any, batch: Any) -> None:
         """Write the rows of each request of one forward of the target. Raises Changed, never OSError.
 
-        T rows, H hidden size, A = n_aux * H. On a CPU nothing is copied: the file is written before the buffers can be
-        used again.
+        T rows, H hidden size, A = n_aux * H. The ids are the batch's: a multimodal target is called with embeddings
+        alone. On a CPU nothing is copied: the file is written before the buffers can be used again.
         """
         if processor is not self._processor or batch.forward_mode.name not in PREFILL_MODES or aux_TA is None:
             return
@@ -96,7 +96,7 @@ class Recorder:
 
         if not isinstance(aux_TA, torch.Tensor):
             aux_TA = torch.cat(list(aux_TA), dim=-1)
-        lengths = batch.extend_seq_lens_cpu
+        input_ids, lengths = batch.input_ids, batch.extend_seq_lens_cpu
         rows, width = sum(lengths), final_TH.shape[-1]
         if min(len(input_ids), len(final_TH), len(aux_TA)) < rows or aux_TA.shape[-1] != len(self._layer_ids) * width:
             raise Changed(
@@ -209,7 +209,7 @@ def install(folder: Path) -> None:
         **named: Any,
     ) -> Any:
         try:
-            recorder.record(processor, input_ids, hidden_states, aux_hidden_states, logits_metadata)
+            recorder.record(processor, hidden_states, aux_hidden_states, logits_metadata)
         except Changed as reason:
             leave(reason)
         return original(

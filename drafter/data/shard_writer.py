@@ -144,6 +144,7 @@ class ShardWriter:
             self._lock = -1
 
     def _go_on(self, kind: dict[str, Any]) -> tuple[set[str], dict[str, Any]]:
+        (self.path / f"{MANIFEST}.tmp").unlink(missing_ok=True)
         if not (self.path / MANIFEST).exists():
             for stray in self.path.glob("shard-*.safetensors*"):
                 stray.unlink()  # written before a first manifest that never came

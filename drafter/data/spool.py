@@ -7,12 +7,12 @@ request: input_ids int32 [t], aux_hidden [t, n_aux*H], final_hidden [t, H]. The 
 from __future__ import annotations
 
 import json
-import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from drafter.data.tensorfile import TensorFileError, map_tensors
 
@@ -101,14 +101,11 @@ def read_handshake(folder: Path) -> Handshake:
 
 
 def process_runs(pid: int) -> bool:
-    """Whether a process of this machine runs under this number."""
+    """Whether a process of this machine runs under this number; one that ended and was not collected does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        return True
-    return True
 
 
 def clear(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A FAKE capturing engine, for the client's tests alone: it answers /generate and writes made-up tensors to the spool.
 
 The first token id of a request chooses a fault: REFUSED (400), SILENT (no tensors), OTHER_IDS, NAN, DEAD (the
-connection breaks).
+connection breaks), SLOW (`slow` seconds).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from drafter.data.tensorfile import write_tensors
 from tests.drafter.capturing import LAYERS, N_AUX, WIDTH, hidden
 
 KEY = "engine-key"
-REFUSED, SILENT, OTHER_IDS, NAN, DEAD = 1001, 1002, 1003, 1004, 1005
+REFUSED, SILENT, OTHER_IDS, NAN, DEAD, SLOW = 1001, 1002, 1003, 1004, 1005, 1006
 
 
 class FakeCapturingEngine:
@@ -28,7 +28,7 @@ class FakeCapturingEngine:
 
     def __init__(self, folder: Path, target: Path) -> None:
         self.folder, self.target = folder, target
-        self.chunk, self.overlap, self.delay = 1000, 0, 0.0
+        self.chunk, self.overlap, self.delay, self.slow = 1000, 0, 0.0, 0.5
         self.answered: list[str] = []
         self.running = self.most_running = 0
 
@@ -65,14 +65,8 @@ class FakeCapturingEngine:
     def shake_hands(self, **changes: object) -> None:
         inputs_to = [layer + 1 for layer in LAYERS]
         kind = {"format": 1, "host": platform.node(), "pid": os.getpid(), "sglang": "0.0.fake", "layer_ids": LAYERS}
-        kind |= {
-            "inputs_to": inputs_to,
-            "convention": "output_of_layer",
-            "hidden_size": WIDTH,
-            "dtype": "float32",
-            "tp_rank": 0,
-            **changes,
-        }
+        kind |= {"inputs_to": inputs_to, "convention": "output_of_layer", "hidden_size": WIDTH, "dtype": "float32"}
+        kind |= {"tp_rank": 0, **changes}
         write_handshake(self.folder, Handshake(**kind))
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -88,7 +82,7 @@ class FakeCapturingEngine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            await asyncio.sleep(self.delay * (1 + len(self.answered) % 3))
+            await asyncio.sleep(self.slow if fault == SLOW else self.delay * (1 + len(self.answered) % 3))
             if fault == DEAD:
                 assert request.transport is not None
                 request.transport.abort()
@@ -102,13 +96,14 @@ class FakeCapturingEngine:
         self.answered.append(body["rid"])
         return web.json_response({"text": "x", "meta_info": {}})
 
-    def write(self, rid: str, ids: np.ndarray, fault: int = 0) -> None:
+    def write(self, rid: str, ids: np.ndarray, fault: int = 0, at: int = 0) -> None:
+        """Write the rows of `ids`, of which the first is row `at` of the request."""
         for start in range(0, len(ids), self.chunk):
             start = max(0, start - self.overlap)
             part = ids[start : start + self.chunk + self.overlap]
-            aux, final = hidden(part, N_AUX * WIDTH, start), hidden(part, WIDTH, start)
+            aux, final = hidden(part, N_AUX * WIDTH, at + start), hidden(part, WIDTH, at + start)
             if fault == NAN:
                 aux[-1] = np.nan
             shown = part + 1 if fault == OTHER_IDS else part
             tensors = {"input_ids": shown, "aux_hidden": aux, "final_hidden": final}
-            write_tensors(part_file(self.folder, rid, start), tensors)
+            write_tensors(part_file(self.folder, rid, at + start), tensors)

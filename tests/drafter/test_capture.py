@@ -110,6 +110,32 @@ def test_what_is_there_is_not_asked_for_again(fake, tmp_path):
     assert run(fake, tmp_path, entries).documents == 0
 
 
+def test_the_same_line_twice_is_captured_once(fake, tmp_path):
+    entries = lines(4)
+    result = run(fake, tmp_path, [*entries, *entries[:3]])
+    assert (result.documents, result.skipped) == (4, 3)
+    check(tmp_path / "out", entries)
+
+
+def test_few_documents_wait_for_a_slow_one(fake, tmp_path):
+    entries = lines(60)
+    entries[0]["input_ids"][0] = fakes.SLOW
+    before = []
+    run(fake, tmp_path, entries, concurrency=3, on_tokens=lambda _: before.append(len(fake.answered)))
+    assert before[0] <= 2 * 3, "every document that is read before its turn takes memory"
+    check(tmp_path / "out", entries)
+
+
+def test_rows_that_are_missing_are_waited_for(fake):
+    ids = np.arange(9, dtype=np.int32)
+    for start, end in ((5, 9), (0, 2), (2, 4)):
+        fake.write("capture-x", ids[:end][start:], at=start)
+        assert spool.join_parts(fake.folder, "capture-x", ids) is None
+    fake.write("capture-x", ids[4:5], at=4)
+    aux, final = spool.join_parts(fake.folder, "capture-x", ids)
+    assert np.array_equal(aux, hidden(ids, N_AUX * WIDTH)) and np.array_equal(final, hidden(ids, WIDTH))
+
+
 def test_the_estimate_is_what_it_takes(fake, tmp_path):
     seen = []
     result = run(fake, tmp_path, lines(40), on_estimate=seen.append)
@@ -191,8 +217,9 @@ def test_a_write_that_fails_names_the_folder(fake, tmp_path, monkeypatch):
 def test_what_another_run_left_in_the_spool_is_cleared(fake, tmp_path):
     entries = lines(3)
     fake.write("capture-0000-" + "0" * 32, np.arange(5, dtype=np.int32))
-    run(fake, tmp_path, entries)
-    assert not list(spool.spool_of(fake.folder).iterdir())
+    left = []
+    run(fake, tmp_path, entries, on_estimate=lambda _: left.extend(spool.spool_of(fake.folder).iterdir()))
+    assert not left, "before the first request"
 
 
 def test_one_client_for_an_engine(fake, tmp_path):
@@ -207,6 +234,17 @@ def dead_pid():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def test_a_process_that_nobody_collected_does_not_run():
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    process.stdout.read()  # until it ended
+    deadline = time.monotonic() + 10
+    while spool.process_runs(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not spool.process_runs(process.pid)
+    assert process.wait() == 0
+    assert spool.process_runs(os.getpid())
 
 
 @pytest.mark.parametrize(

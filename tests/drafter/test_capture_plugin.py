@@ -39,8 +39,11 @@ def states(rows: int, width: int, seed: int, dtype: torch.dtype = torch.float32)
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def batch(lengths: list[int], prefixes: list[int], rids: list[str], mode: str = "EXTEND") -> SimpleNamespace:
+def batch(
+    ids: torch.Tensor, lengths: list[int], prefixes: list[int], rids: list[str], mode: str = "EXTEND"
+) -> SimpleNamespace:
     return SimpleNamespace(
+        input_ids=ids,
         forward_mode=SimpleNamespace(name=mode),
         extend_seq_lens_cpu=lengths,
         extend_prefix_lens_cpu=prefixes,
@@ -70,7 +73,7 @@ def test_rows_go_to_their_request(recorder, tmp_path, packed, dtype):
     aux, final, ids = states(9, 3 * H, 1, dtype), states(9, H, 2, dtype), torch.arange(9)
     given = aux if packed else list(aux.split(H, dim=-1))
     rids = [rid("a"), "of-somebody-else", rid("b")]
-    recorder.record(recorder.head, ids, final, given, batch([4, 2, 3], [0, 0, 5], rids))
+    recorder.record(recorder.head, final, given, batch(ids, [4, 2, 3], [0, 0, 5], rids))
     assert files(tmp_path) == [f"{rid('a')}-00000000.safetensors", f"{rid('b')}-00000005.safetensors"]
     for name, start, rows in (("a", 0, slice(0, 4)), ("b", 5, slice(6, 9))):
         part = map_tensors(part_file(tmp_path, rid(name), start))
@@ -85,7 +88,7 @@ def test_chunks_of_a_request_are_joined(recorder, tmp_path):
     aux, final, ids = states(7, 3 * H, 1), states(7, H, 2), torch.arange(7)
     for start, end in ((4, 7), (0, 4)):
         part = slice(start, end)
-        recorder.record(recorder.head, ids[part], final[part], aux[part], batch([end - start], [start], [rid("a")]))
+        recorder.record(recorder.head, final[part], aux[part], batch(ids[part], [end - start], [start], [rid("a")]))
         joined = join_parts(tmp_path, rid("a"), ids.to(torch.int32).numpy())
         assert (joined is None) == (start == 4)
     assert np.array_equal(joined[0], aux) and np.array_equal(joined[1], final)
@@ -94,31 +97,31 @@ def test_chunks_of_a_request_are_joined(recorder, tmp_path):
 @pytest.mark.parametrize("mode", ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "IDLE", "PREBUILT"])
 def test_forwards_that_read_no_prompt_are_left_out(recorder, tmp_path, mode):
     recorder.record(
-        recorder.head, torch.arange(2), states(2, H, 1), states(2, 3 * H, 2), batch([2], [0], [rid("a")], mode)
+        recorder.head, states(2, H, 1), states(2, 3 * H, 2), batch(torch.arange(2), [2], [0], [rid("a")], mode)
     )
     assert not files(tmp_path) and not (tmp_path / "handshake.json").exists()
 
 
 def test_the_drafters_own_forwards_are_left_out(recorder, tmp_path):
-    recorder.record(FakeProcessor(), torch.arange(2), states(2, H, 1), [states(2, H, 2)], batch([2], [0], [rid("a")]))
+    recorder.record(FakeProcessor(), states(2, H, 1), [states(2, H, 2)], batch(torch.arange(2), [2], [0], [rid("a")]))
     assert not files(tmp_path)
 
 
 def test_rows_of_padding_are_left_out(recorder, tmp_path):
-    recorder.record(recorder.head, torch.arange(8), states(8, H, 1), states(8, 3 * H, 2), batch([3], [0], [rid("a")]))
+    recorder.record(recorder.head, states(8, H, 1), states(8, 3 * H, 2), batch(torch.arange(8), [3], [0], [rid("a")]))
     assert map_tensors(part_file(tmp_path, rid("a"), 0))["input_ids"].tolist() == [0, 1, 2]
 
 
 def test_what_is_written_stays_when_the_buffer_is_used_again(recorder, tmp_path):
     aux, final = states(2, 3 * H, 1), states(2, H, 2)
     kept = aux.clone()
-    recorder.record(recorder.head, torch.arange(2), final, aux, batch([2], [0], [rid("a")]))
+    recorder.record(recorder.head, final, aux, batch(torch.arange(2), [2], [0], [rid("a")]))
     aux.zero_()
     assert np.array_equal(map_tensors(part_file(tmp_path, rid("a"), 0))["aux_hidden"], kept)
 
 
 def test_the_handshake_says_what_was_seen(recorder, tmp_path):
-    recorder.record(recorder.head, torch.arange(2), states(2, H, 1), states(2, 3 * H, 2), batch([2], [0], ["warm-up"]))
+    recorder.record(recorder.head, states(2, H, 1), states(2, 3 * H, 2), batch(torch.arange(2), [2], [0], ["warm-up"]))
     found = read_handshake(tmp_path)
     assert (found.pid, found.sglang, found.layer_ids) == (os.getpid(), "0.0.fake", LAYERS)
     assert (found.inputs_to, found.convention, found.hidden_size) == ([1, 2, 3], "output_of_layer", H)
@@ -138,17 +141,17 @@ def test_the_handshake_says_what_was_seen(recorder, tmp_path):
 )
 def test_tensors_that_do_not_fit_are_an_error(recorder, tmp_path, final, aux, message):
     with pytest.raises(Changed, match=message):
-        recorder.record(recorder.head, torch.arange(4), final, aux, batch([4], [0], [rid("a")]))
+        recorder.record(recorder.head, final, aux, batch(torch.arange(4), [4], [0], [rid("a")]))
     assert not files(tmp_path)
 
 
 def test_a_spool_that_cannot_be_written_does_not_stop_the_engine(recorder, tmp_path, capsys):
-    rows = (torch.arange(2), states(2, H, 1), states(2, 3 * H, 2))
-    recorder.record(recorder.head, *rows, batch([2], [0], [rid("a")]))
+    rows = (states(2, H, 1), states(2, 3 * H, 2))
+    recorder.record(recorder.head, *rows, batch(torch.arange(2), [2], [0], [rid("a")]))
     for file in spool_of(tmp_path).iterdir():
         file.unlink()
     spool_of(tmp_path).rmdir()
-    recorder.record(recorder.head, *rows, batch([2], [0], [rid("a")]))
+    recorder.record(recorder.head, *rows, batch(torch.arange(2), [2], [0], [rid("a")]))
     assert "eyas capture: " in capsys.readouterr().err
 
 

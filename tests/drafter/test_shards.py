@@ -55,6 +55,8 @@ def test_documents_come_back_as_they_were(tmp_path, dtype):
         with safe_open(tmp_path / shard["file"], "numpy") as file:
             assert file.get_slice("aux_hidden").get_dtype() == {"float32": "F32", "bfloat16": "BF16"}[dtype]
             assert file.get_tensor("doc_offsets")[-1] == shard["tokens"]
+        for tensor in map_tensors(tmp_path / shard["file"]).values():
+            assert tensor.flags.aligned, "torch takes no unaligned memory"
     sizes = sum((tmp_path / shard["file"]).stat().st_size for shard in found.manifest["shards"])
     assert 0 <= sizes - 100 * token_bytes(N_AUX, WIDTH, dtype) < 1000 * len(found.manifest["shards"])
 
@@ -99,6 +101,19 @@ def test_another_kind_of_capture_is_refused(folder, changes, words):
         writer(folder, **changes)
     assert all(word in str(caught.value) for word in [*words, "choose another folder"])
     writer(folder, target={"name": "renamed", "config_sha256": "c", "tokenizer_sha256": "t", "lm_head_sha256": "l"})
+
+
+def test_what_no_manifest_lists_does_not_exist(folder, tmp_path):
+    listed = open_shards(folder)
+    (folder / "shard-00099.safetensors").write_bytes(b"x")
+    (folder / "shard-00004.safetensors.tmp").write_bytes(b"x")
+    assert open_shards(folder, verify=True).data_hash == listed.data_hash
+    writer(folder).close()
+    assert {file.name for file in folder.glob("shard-*")} == {shard["file"] for shard in listed.manifest["shards"]}
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "shard-00000.safetensors").write_bytes(b"x")
+    writer(tmp_path / "new").close()
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_two_writers_do_not_share_a_folder(folder):
