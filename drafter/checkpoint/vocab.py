@@ -24,10 +24,16 @@ class DraftVocab:
 
     def __post_init__(self) -> None:
         ids = self.target_ids
-        if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= self.target_vocab_size:
+        if (
+            ids.ndim != 1
+            or not len(ids)
+            or (np.diff(ids) <= 0).any()
+            or ids[0] < 0
+            or ids[-1] >= self.target_vocab_size
+        ):
             raise VocabError(
-                f"a draft vocabulary of {ids.shape} ids is not ascending and distinct below {self.target_vocab_size:,}: "
-                "build it again from counts."
+                f"a draft vocabulary of {ids.shape} ids is not ascending and distinct below "
+                f"{self.target_vocab_size:,}: build it again from counts."
             )
 
     @cached_property

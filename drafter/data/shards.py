@@ -52,8 +52,13 @@ class ShardFolder:
         shard, at = self._where[index]
         found = self._tensors[shard]
         span = slice(int(found["doc_offsets"][at]), int(found["doc_offsets"][at + 1]))
-        names = ("input_ids", "loss_mask", "aux_hidden", "final_hidden")
-        return Document(*(found[name][span] for name in names), f"{self.manifest['shards'][shard]['file']}:{at}")
+        return Document(
+            input_ids=found["input_ids"][span],
+            loss_mask=found["loss_mask"][span],
+            aux_hidden=found["aux_hidden"][span],
+            final_hidden=found["final_hidden"][span],
+            name=f"{self.manifest['shards'][shard]['file']}:{at}",
+        )
 
 
 def open_shards(path: Path) -> ShardFolder:
@@ -82,7 +87,9 @@ def target_identity(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors = open_tensors(file)
         for end in ("lm_head.weight", "embed_tokens.weight"):
-            head = next((tensor for name, tensor in tensors.items() if name.endswith(end)), head) if head is None else head
+            head = (
+                next((tensor for name, tensor in tensors.items() if name.endswith(end)), head) if head is None else head
+            )
     if head is None:
         raise ShardError(f"target {folder} has neither lm_head nor embed_tokens in a .safetensors file.")
     return {

@@ -39,7 +39,7 @@ class Counts:
         return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def rates(self, decay: float) -> dict[str, float]:
-        """`loss`, and for each step k `loss_k`, `full_acc_k`, `cond_acc_k`; `accept_len_positions`, `oov_rate`, `flatness`.
+        """`loss`; each step's `loss_k`, `full_acc_k`, `cond_acc_k`; `accept_len_positions`, `oov_rate`, `flatness`.
 
         full_acc_k and cond_acc_k share one set of rows, those that count at step k. These are means over positions: an
         engine takes more steps through hard text and accepts less (evaluate.py walks as it does).
@@ -49,7 +49,11 @@ class Counts:
         decay_K = decay ** torch.arange(len(loss_K), dtype=torch.float64)
         found = {"loss": float((decay_K * loss_K).sum() / decay_K.sum())}
         for k in range(len(loss_K)):
-            found |= {f"loss_{k}": float(loss_K[k]), f"full_acc_{k}": float(full_K[k]), f"cond_acc_{k}": float(cond_K[k])}
+            found |= {
+                f"loss_{k}": float(loss_K[k]),
+                f"full_acc_{k}": float(full_K[k]),
+                f"cond_acc_{k}": float(cond_K[k]),
+            }
         found["accept_len_positions"] = 1 + float(full_K.sum())
         found["oov_rate"] = float(self.oov[0] / self.valid[0].clamp(min=1))
         if len(cond_K) > 1 and cond_K[0] > 0:
@@ -77,7 +81,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             teacher = teacher_JU[slot_M[part]].float()
             top, guess = logits.max(-1)
             guesses.append(guess)
-            expected = torch.bmm(teacher[:, None], logits[:, :, None])[:, 0, 0]
+            expected = (teacher * logits).sum(-1)
             total = logits.sub_(top[:, None]).exp_().sum(-1)
             loss += ((total.log() + top - expected) * weight).sum()
             if d_x is None and d_head is None:
@@ -119,7 +123,9 @@ def ttt_loss(
     query_T = shifts[0].inside_T if user_weight else shifts[0].valid_T
     layout = batch.layout(query_T)
     known_V = torch.from_numpy(model.vocab.t2d)
-    teacher_JU, slot_T = _teacher(batch, [shift.label_T[shift.inside_T & query_T] for shift in shifts], teacher_UH, dtype)
+    teacher_JU, slot_T = _teacher(
+        batch, [shift.label_T[shift.inside_T & query_T] for shift in shifts], teacher_UH, dtype
+    )
     head_UH = model.lm_head.weight.to(dtype)
 
     right_R = torch.ones(len(layout.query_R), dtype=torch.bool)
@@ -138,7 +144,11 @@ def ttt_loss(
         scored_R = weight_R > 0
         weight_M, weight = weight_R[scored_R], float(weight_R.sum())
         loss, guess_M = _SoftCrossEntropy.apply(
-            model.norm(hidden_RH[scored_R]).to(dtype), head_UH, teacher_JU, slot_T[label_R[scored_R]], weight_M / max(weight, 1e-9)
+            model.norm(hidden_RH[scored_R]).to(dtype),
+            head_UH,
+            teacher_JU,
+            slot_T[label_R[scored_R]],
+            weight_M / max(weight, 1e-9),
         )
         losses.append(loss)
         reached_R = right_R & valid_R
@@ -152,7 +162,7 @@ def ttt_loss(
 
 
 def _teacher(batch: Batch, labels: list[Tensor], teacher_UH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's distribution over the draft vocabulary at every position in `labels`: [J, U], and each one's place."""
+    """The target's distribution over the draft vocabulary at the positions in `labels`: [J, U], and their places."""
     used_T = torch.zeros(len(batch.tokens_T), dtype=torch.bool)
     for label_M in labels:
         used_T[label_M] = True

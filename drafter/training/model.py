@@ -20,13 +20,10 @@ from torch import Tensor, nn
 from drafter.checkpoint.folder import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.training.attention import Layout, attend
+from drafter.training.errors import TrainingError
 
 # What SGLang would compute differently from this file; a config that sets one of them is refused.
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "rope_scaling", "attention_bias")
-
-
-class ModelError(ValueError):
-    """A drafter configuration or checkpoint that this model does not compute."""
 
 
 @dataclass
@@ -88,7 +85,7 @@ class Eagle3(nn.Module):
     frequency_F: Tensor
 
     def __init__(self, config: dict[str, Any], vocab: DraftVocab, embed_VH: Tensor) -> None:
-        """Raises ModelError for a config that SGLang would compute otherwise."""
+        """Raises TrainingError for a config that SGLang would compute otherwise."""
         super().__init__()
         check_config(config)
         self.config = config
@@ -163,7 +160,7 @@ def rotate(x_RND: Tensor, turn_2RD: Tensor) -> Tensor:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ModelError for a drafter config that SGLang computes otherwise than this file."""
+    """Raise TrainingError for a drafter config that SGLang computes otherwise than this file."""
     set_keys = [key for key in UNSUPPORTED if config.get(key) or (config.get("eagle_config") or {}).get(key)]
     wanted = {"num_hidden_layers": 1, "hidden_act": "silu", "target_hidden_size": config["hidden_size"]}
     set_keys += [key for key, value in wanted.items() if config.get(key, value) != value]
@@ -171,12 +168,12 @@ def check_config(config: dict[str, Any]) -> None:
         set_keys.append("architectures")
     if set_keys:
         found = ", ".join(f"{key} = {config.get(key)!r}" for key in set_keys)
-        raise ModelError(
+        raise TrainingError(
             f"this drafter has {found}, which the trainer does not compute: it trains LlamaForCausalLMEagle3 of one "
             "layer without extra norms. Convert the drafter, or train a new one."
         )
     if config["num_attention_heads"] % config["num_key_value_heads"]:
-        raise ModelError(
+        raise TrainingError(
             f"num_attention_heads {config['num_attention_heads']} is no multiple of num_key_value_heads "
             f"{config['num_key_value_heads']}: choose a divisor."
         )
@@ -185,8 +182,8 @@ def check_config(config: dict[str, Any]) -> None:
 def load_drafter(folder: Path, embed_VH: Tensor) -> Eagle3:
     """The drafter in a folder of SGLang's format, fp32.
 
-    Raises ModelError where this file does not compute it, DrafterError where the folder is broken, VocabError where its
-    maps disagree.
+    Raises TrainingError where this file does not compute it, DrafterError where the folder is broken, VocabError where
+    its maps disagree.
     """
     read = read_folder(folder)
     weights = {
@@ -206,8 +203,10 @@ def load_drafter(folder: Path, embed_VH: Tensor) -> Eagle3:
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if found != wanted:
         name = min(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-        raise ModelError(
-            f"drafter {folder}: {name} is {found.get(name)}, its config.json asks for {wanted.get(name)}: make them agree."
+        raise TrainingError(
+            f"drafter {folder}: {name} is {found.get(name)}, its config.json asks for {wanted.get(name)}: "
+            "make them agree."
         )
     model.load_state_dict(weights)
-    return model.float()
+    model.float()
+    return model

@@ -15,17 +15,15 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafter.training.errors import TrainingError
+
 CANDIDATES = 8
 CHUNK_ELEMENTS = 16 * 1024 * 1024  # logits held at once by `best_tokens`
 
 
-class TargetError(ValueError):
-    """A target folder without what training needs."""
-
-
 @dataclass(frozen=True)
 class Target:
-    """Tensors in the folder's own dtype; `config` is the text model's, `path` the folder. Tied heads are the embedding."""
+    """Tensors in the folder's own dtype; `config` is the text model's. A tied head is the embedding."""
 
     path: Path
     config: dict[str, Any]
@@ -36,15 +34,19 @@ class Target:
     @property
     def rope_theta(self) -> float:
         """The rotary base, from either place that config.json keeps it in."""
-        return float(self.config.get("rope_theta") or (self.config.get("rope_parameters") or {}).get("rope_theta", 10000.0))
+        return float(
+            self.config.get("rope_theta") or (self.config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+        )
 
 
 def load_target(folder: Path) -> Target:
-    """Raises TargetError where config.json or one of the tensors is missing."""
+    """Raises TrainingError where config.json or one of the tensors is missing."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise TargetError(f"target {folder} has no readable config.json ({error}): give the target's folder.") from None
+        raise TrainingError(
+            f"target {folder} has no readable config.json ({error}): give the target's folder."
+        ) from None
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -54,13 +56,19 @@ def load_target(folder: Path) -> Target:
                         if f".{name}".endswith(f".{end}"):
                             found[end] = tensors.get_tensor(name)
         except SafetensorError as error:
-            raise TargetError(f"{file} cannot be read ({error}): copy it again.") from None
+            raise TrainingError(f"{file} cannot be read ({error}): copy it again.") from None
     missing = {"embed_tokens.weight", "model.norm.weight"} - found.keys()
     if missing:
-        raise TargetError(f"target {folder} has no {min(missing)} in its .safetensors files: give a whole checkpoint.")
+        raise TrainingError(
+            f"target {folder} has no {min(missing)} in its .safetensors files: give a whole checkpoint."
+        )
     embed_VH = found["embed_tokens.weight"]
     return Target(
-        folder, config.get("text_config", config), embed_VH, found.get("lm_head.weight", embed_VH), found["model.norm.weight"]
+        folder,
+        config.get("text_config", config),
+        embed_VH,
+        found.get("lm_head.weight", embed_VH),
+        found["model.norm.weight"],
     )
 
 

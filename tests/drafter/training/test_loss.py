@@ -93,7 +93,10 @@ def test_loss_and_counts_equal_loops(masks, user_weight, known_share, seed):
 
 
 def answers(seed: int = 0) -> list[Document]:
-    return [document(40, [False] * 9 + [True] * 31, seed), document(30, [False] * 5 + [True] * 20 + [False] * 5, seed + 1)]
+    return [
+        document(40, [False] * 9 + [True] * 31, seed),
+        document(30, [False] * 5 + [True] * 20 + [False] * 5, seed + 1),
+    ]
 
 
 @pytest.mark.parametrize("user_weight", [0.0, 0.5])
@@ -173,5 +176,7 @@ def test_each_fault_shows(fault):
     model = drafter()
     teacher_UH = HEAD[model.target_ids_U]
     right = float(ttt_loss(model, batch_of(answers()), teacher_UH, STEPS, DECAY)[0].detach())
-    wrong = float(ttt_loss(model, batch_of([changed(fault, d) for d in answers()]), teacher_UH, STEPS, DECAY)[0].detach())
+    wrong = float(
+        ttt_loss(model, batch_of([changed(fault, d) for d in answers()]), teacher_UH, STEPS, DECAY)[0].detach()
+    )
     assert math.isclose(right, wrong, rel_tol=1e-4) == (fault == "none")
