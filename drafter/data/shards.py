@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from drafter.data.target import target_identity
+
 NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
 
 
@@ -81,30 +83,11 @@ def open_tensors(file: Path) -> dict[str, np.ndarray]:
     }
 
 
-def target_identity(folder: Path) -> dict[str, str]:
-    """Hashes of a target: config.json, tokenizer.json, and the bytes of its lm_head (the embedding where tied)."""
-    head = None
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = open_tensors(file)
-        for end in ("lm_head.weight", "embed_tokens.weight"):
-            head = (
-                next((tensor for name, tensor in tensors.items() if name.endswith(end)), head) if head is None else head
-            )
-    if head is None:
-        raise ShardError(f"target {folder} has neither lm_head nor embed_tokens in a .safetensors file.")
-    return {
-        "name": folder.name,
-        "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
-        "tokenizer_sha256": hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
-        "lm_head_sha256": hashlib.sha256(head.tobytes()).hexdigest(),
-    }
-
-
 def check_target(manifest: dict[str, Any], folder: Path) -> None:
     """Raises ShardError where the shards were captured from another target than the one in `folder`."""
     for key, found in target_identity(folder).items():
         wanted = manifest["target"].get(key)
-        if key != "name" and wanted != found:
+        if wanted != found:
             raise ShardError(
                 f"the shards' target has {key} {wanted}, {folder} has {found}: capture again from this target, or give "
                 "the target that the shards came from."
