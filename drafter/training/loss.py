@@ -78,20 +78,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_MH), rows):
             part = slice(start, start + rows)
             logits, weight = F.linear(x_MH[part], head_UH).float(), weight_M[part]
-            teacher = teacher_JU[slot_M[part]].float()
+            teacher = teacher_JU.index_select(0, slot_M[part])
             top, guess = logits.max(-1)
             guesses.append(guess)
             expected = (teacher * logits).sum(-1)
-            total = logits.sub_(top[:, None]).exp_().sum(-1)
-            loss += ((total.log() + top - expected) * weight).sum()
+            chance = logits.softmax(-1)
+            total = top - chance.gather(-1, guess[:, None])[:, 0].log()  # logsumexp, since chance = exp(logit - it)
+            loss += ((total - expected) * weight).sum()
             if d_x is None and d_head is None:
                 continue
-            d_logits = logits.mul_((weight / total)[:, None]).addcmul_(teacher, weight[:, None], value=-1)
-            d_logits = d_logits.to(head_UH.dtype)
+            d_logits = chance.sub_(teacher).to(head_UH.dtype)  # weights join after the product, where rows are short
             if d_x is not None:
-                torch.mm(d_logits, head_UH, out=d_x[part])
+                d_x[part] = d_logits @ head_UH * weight[:, None]
             if d_head is not None:
-                d_head += d_logits.T @ x_MH[part]
+                d_head += d_logits.T @ (x_MH[part] * weight[:, None]).to(head_UH.dtype)
         ctx.save_for_backward(d_x, d_head)
         guess_M = torch.cat(guesses) if guesses else slot_M
         ctx.mark_non_differentiable(guess_M)

@@ -237,7 +237,9 @@ class Run:
         return load_tensors(self.out / "best.safetensors")[0]
 
     def _out_of_patience(self) -> bool:
-        return 0 < self.options.patience <= self.progress.evaluations_since_best
+        patience = self.options.patience
+        settled = self.options.draft_steps(self.share_done()) == self.options.ttt_steps  # a new step brings new gains
+        return settled and 0 < patience <= self.progress.evaluations_since_best
 
     def _log_evaluation(self, metrics: dict[str, float]) -> None:
         progress = self.progress

@@ -107,7 +107,9 @@ def test_the_curriculum_and_the_rate():
 
 
 def test_patience_stops_a_run_that_gains_nothing(tmp_path, llama, shards, vocab_file):
-    run = new_run(llama, shards, tmp_path / "run", vocab_file, steps=400, lr=1e-12, patience=2, eval_every=2)
+    run = new_run(
+        llama, shards, tmp_path / "run", vocab_file, steps=400, lr=1e-12, patience=2, eval_every=2, curriculum=False
+    )
     run.start()
     run.train()
     assert run.progress.step <= 8
