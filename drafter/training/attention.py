@@ -39,6 +39,7 @@ class Layout:
         document_P = torch.arange(len(rows)).repeat_interleave(rows_B)
         position_P = torch.arange(int(rows_B.sum())) - (rows_B.cumsum(0) - rows_B)[document_P]
         query_R = query_P.nonzero()[:, 0]
+        assert len(query_R), "nothing to attend from"  # the flash operator divides by the number of queries
         document_R = document_P[query_R]
         queries_B = torch.bincount(document_R, minlength=len(rows))
         order_R = torch.arange(len(query_R)) - (queries_B.cumsum(0) - queries_B)[document_R]

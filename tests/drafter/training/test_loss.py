@@ -149,6 +149,12 @@ def test_best_tokens_are_the_argmax_in_fp32(dtype):
     assert torch.equal(best_tokens(final, head), (final.float() @ head.float().T).argmax(-1))
 
 
+def test_of_equal_tokens_the_first_is_best():
+    head = torch.randn(V, H, generator=torch.Generator().manual_seed(0)).bfloat16()
+    head[[9, 77, 300, 500]] = head[400].clone()
+    assert best_tokens(head[[400, 9]], head).tolist() == [9, 9]
+
+
 def changed(fault: str, doc: Document) -> Document:
     """The document with one of the mistakes that capture pipelines have made."""
     h = H
