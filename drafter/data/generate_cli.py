@@ -1,4 +1,4 @@
-"""The verbs that make a drafter's data: generate."""
+"""`python -m drafter generate`: what a person sees of it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,295 @@
+"""The verbs `train` and `evaluate` of python -m drafter. torch is imported when one of them runs, not before."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TRAIN = """Train an EAGLE-3 drafter on captured hidden states, from scratch or from an existing one.
+
+A run is a folder (--out): log.jsonl, checkpoint.safetensors, and in the end drafter/, which the engine serves. The same
+command goes on where a run was stopped. Held-out documents are chosen by a hash of their prompt; metrics are
+loss_k, full_acc_k and cond_acc_k for each draft step k, over positions (evaluate walks as an engine does, and is what
+to compare with serving). With --steps or --epochs a run that was stopped and resumed gives the same weights, bit for
+bit; with --minutes the clock decides.
+"""
+TRAIN_EXAMPLES = """examples:
+  python -m drafter train --shards shards --target models/smollm2 --vocab vocab.safetensors --out runs/a --minutes 30
+  python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1 --lr 3e-4
+"""
+EVALUATE = """Predict what an engine would accept: walk greedy answers, the drafter's own guesses fed back.
+
+The documents are a prompt, the target's greedy answer (the loss mask) and at least as many tokens past it as there are
+draft steps, generated with the end token ignored. Figures are per verify step, the ones that serving counts.
+"""
+EVALUATE_EXAMPLES = """examples:
+  python -m drafter evaluate --drafter runs/a/drafter --shards held-out --target models/smollm2 --num-steps 3
+  python -m drafter evaluate --drafter runs/a/drafter --shards held-out --target models/smollm2 --oracle-hidden --json
+"""
+
+
+def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train`; its arguments carry `run`, a function from arguments to an exit code."""
+    command = _command(subparsers, "train", "train a drafter on captured hidden states", TRAIN, TRAIN_EXAMPLES)
+    command.set_defaults(run=run_train)
+    command.add_argument("--shards", type=Path, required=True, metavar="DIR", help="what `capture` wrote")
+    command.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the run's folder; resumes what it holds"
+    )
+    start = command.add_mutually_exclusive_group(required=True)
+    start.add_argument("--vocab", type=Path, metavar="FILE", help="a new drafter over this draft vocabulary")
+    start.add_argument("--from", dest="parent", type=Path, metavar="DIR", help="go on from this drafter folder")
+    command.add_argument("--force", action="store_true", help="go on from a drafter that is nearly always wrong")
+    command.add_argument("--name", help="the drafter's name (default: the name of --out)")
+
+    budget = command.add_argument_group("budget (one of them)").add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=_positive(float), help="time to train")
+    budget.add_argument("--epochs", type=_positive(float), help="passes over the training documents")
+    budget.add_argument("--steps", type=_positive(int), help="optimiser steps")
+
+    shape = command.add_argument_group("shape of a new drafter (default: the target's, without grouped heads)")
+    for flag, text in (
+        ("heads", "attention heads"),
+        ("kv-heads", "key and value heads; need not be the target's"),
+        ("head-dim", "width of a head"),
+        ("intermediate", "width of the MLP"),
+    ):
+        shape.add_argument(f"--{flag}", type=_positive(int), metavar="N", help=text)
+
+    how = command.add_argument_group("how to train")
+    for flag, kind, default, text in (
+        ("ttt-steps", int, 4, "draft steps to train"),
+        ("batch-tokens", int, 1000, "tokens of an optimiser step; small ones learn faster in a short time"),
+        ("lr", float, 3e-3, "learning rate of AdamW, a cosine down to 3 %%; 3e-4 and less to go on from a drafter"),
+        ("warmup", int, 20, "steps of warm-up"),
+        ("decay", float, 0.8, "weight of step k in the loss is decay^k"),
+        ("max-length", int, 2048, "documents are cut here"),
+        ("eval-every", int, 100, "steps between evaluations on the held-out documents"),
+        ("eval-documents", int, 48, "held-out documents to evaluate on"),
+        ("checkpoint-minutes", float, 5.0, "minutes between checkpoints"),
+    ):
+        how.add_argument(f"--{flag}", type=_positive(kind), default=default, metavar="N", help=f"{text} ({default})")
+    how.add_argument("--user-weight", type=_share, default=1.0, metavar="W", help="weight of tokens not generated (1)")
+    how.add_argument("--held-share", type=_share, default=0.1, metavar="S", help="share of prompts held out (0.1)")
+    how.add_argument(
+        "--head-from",
+        type=_share,
+        default=1.0,
+        metavar="S",
+        help="lm_head learns after this share of the run (1: never)",
+    )
+    how.add_argument("--no-curriculum", action="store_true", help="all draft steps from the start")
+    how.add_argument(
+        "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="order of documents and first weights (0)")
+    how.add_argument("--fp32", action="store_true", help="products in fp32 (default: bf16, with fp32 weights)")
+    how.add_argument("--export-fp32", action="store_true", help="write the drafter in fp32 (default: bf16)")
+    _common(command)
+
+
+def add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `evaluate`; its arguments carry `run`, a function from arguments to an exit code."""
+    text = "predict the acceptance length of a drafter"
+    command = _command(subparsers, "evaluate", text, EVALUATE, EVALUATE_EXAMPLES)
+    command.set_defaults(run=run_evaluate)
+    command.add_argument("--drafter", type=Path, required=True, metavar="DIR", help="a drafter folder")
+    command.add_argument("--shards", type=Path, required=True, metavar="DIR", help="captured greedy answers")
+    command.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
+    command.add_argument("--num-steps", type=_positive(int), default=3, metavar="N", help="draft steps, as served (3)")
+    command.add_argument("--limit", type=_positive(int), metavar="N", help="only so many documents")
+    command.add_argument(
+        "--oracle-hidden",
+        action="store_true",
+        help="later steps get the target's own features: tells a faulty roll-out from a weak first step",
+    )
+    command.add_argument("--bf16", action="store_true", help="products in bf16 (default: fp32)")
+    _common(command)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Train, and export the best evaluation. Raises ValueError with a sentence for what a person must change."""
+    from drafter.checkpoint.manifest import Manifest
+    from drafter.checkpoint.vocab import DraftVocab
+    from drafter.data.shards import open_shards
+    from drafter.training.compatible import check_drafter, check_shards
+    from drafter.training.documents import Documents
+    from drafter.training.errors import TrainingError
+    from drafter.training.export import export, origin
+    from drafter.training.initial import Shape, drafter_config, fit_fc, new_drafter
+    from drafter.training.model import load_drafter
+    from drafter.training.target import load_target
+    from drafter.training.train import Options, Run, check_warm_start, say
+
+    torch = _torch(arguments)
+    a = arguments
+    folder: Path = a.out / "drafter"
+    if folder.exists():
+        raise TrainingError(f"{a.out} holds a finished run, {folder}: name another --out.")
+    shards, target = open_shards(a.shards), load_target(a.target)
+    check_shards(shards, target)
+    if a.parent:
+        check_drafter(a.parent, shards)
+        model = load_drafter(a.parent, target.embed_VH)
+    else:
+        vocab = DraftVocab.load(a.vocab)
+        if vocab.target_vocab_size != len(target.embed_VH):
+            raise TrainingError(
+                f"{a.vocab} is over a target vocabulary of {vocab.target_vocab_size:,}, {a.target} has "
+                f"{len(target.embed_VH):,}: build it for this target."
+            )
+        shape = Shape(a.heads, a.kv_heads, a.head_dim, a.intermediate)
+        model = new_drafter(drafter_config(target, shards.manifest["layer_ids"], vocab, shape), vocab, target, a.seed)
+    documents = Documents(shards, target, a.held_share, a.max_length, a.out)
+    fresh = not (a.out / "checkpoint.safetensors").exists()
+    if fresh and not a.parent:
+        say(f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents")
+    options = Options(
+        steps=a.steps,
+        epochs=a.epochs,
+        minutes=a.minutes,
+        ttt_steps=a.ttt_steps,
+        curriculum=not a.no_curriculum,
+        batch_tokens=a.batch_tokens,
+        lr=a.lr,
+        warmup=a.warmup,
+        decay=a.decay,
+        user_weight=a.user_weight,
+        head_from=a.head_from,
+        bf16=not a.fp32,
+        seed=a.seed,
+        eval_every=a.eval_every,
+        eval_documents=a.eval_documents,
+        patience=a.patience,
+        checkpoint_minutes=a.checkpoint_minutes,
+    )
+    identity = {
+        "data_hash": shards.data_hash,
+        "vocab_hash": model.vocab.hash,
+        "target": shards.manifest["target"],
+        "parent": str(a.parent) if a.parent else None,
+        "held_share": a.held_share,
+        "max_length": a.max_length,
+    }
+    run = Run(model, documents, target, options, a.out, identity)
+    first = run.start()
+    if a.parent and fresh:
+        check_warm_start(first, a.parent, a.force)
+    run.train()
+
+    best = {"accept_len_positions": run.progress.best, "step": run.progress.best_step}
+    training = {
+        "options": run.identity,
+        "steps": run.progress.step,
+        "tokens": run.progress.tokens,
+        "seconds": round(run.progress.seconds, 1),
+        "first": first,
+        "best": best,
+    }
+    manifest = Manifest(
+        name=a.name or a.out.name,
+        vocab_hash=model.vocab.hash,
+        target=shards.manifest["target"],
+        capture={key: shards.manifest[key] for key in ("layer_ids", "convention")},
+        origin=origin(a.parent, shards.data_hash),
+        training=training,
+    )
+    export(folder, model, run.best_weights(), manifest, torch.float32 if a.export_fp32 else torch.bfloat16)
+    if a.json:
+        print(json.dumps({"drafter": str(folder), **training}))
+    else:
+        print(f"{folder}: accept_len_positions {best['accept_len_positions']:.3f} at step {best['step']}")
+    return 0
+
+
+def run_evaluate(arguments: argparse.Namespace) -> int:
+    """Walk and print. Raises ValueError with a sentence for what a person must change."""
+    from drafter.data.shards import open_shards
+    from drafter.training.compatible import check_drafter, check_shards
+    from drafter.training.evaluate import evaluate
+    from drafter.training.model import load_drafter
+    from drafter.training.target import load_target
+
+    torch = _torch(arguments)
+    a = arguments
+    shards, target = open_shards(a.shards), load_target(a.target)
+    check_shards(shards, target)
+    check_drafter(a.drafter, shards)
+    found = evaluate(
+        load_drafter(a.drafter, target.embed_VH),
+        shards,
+        a.num_steps,
+        a.oracle_hidden,
+        torch.bfloat16 if a.bf16 else torch.float32,
+        a.limit,
+    ).summary()
+    facts = {"drafter": str(a.drafter), "shards": str(a.shards), "oracle_hidden": a.oracle_hidden}
+    print(json.dumps(facts | found) if a.json else render(found))
+    return 0
+
+
+def render(found: dict[str, Any]) -> str:
+    """An evaluation for a person: a line for each draft step."""
+
+    def rate(value: float | None) -> str:
+        return "    -" if value is None else f"{value:.3f}"
+
+    steps = zip(found["full_acc"], found["cond_acc"], strict=True)
+    return "\n".join(
+        [
+            f"acceptance length {found['acceptance_length']:.3f} at {found['num_steps']} draft steps, "
+            f"{sum(found['histogram'])} verify steps of {len(found['documents'])} answers",
+            f"without loops {rate(found['acceptance_length_no_loops'])}, flatness {rate(found['flatness'])}, "
+            f"out of vocabulary {found['oov_rate']:.1%}",
+            "step  full_acc  cond_acc",
+            *(f"{k:>4}  {rate(full):>8}  {rate(cond):>8}" for k, (full, cond) in enumerate(steps)),
+        ]
+    )
+
+
+def _command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, about: str, examples: str
+) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        name, help=text, description=about, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--threads", type=_positive(int), metavar="N", help="torch's threads (default: its own choice)"
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+
+
+def _torch(arguments: argparse.Namespace) -> Any:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        print("eyas: training needs torch, which is not installed: pip install 'eyas[drafter]'.", file=sys.stderr)
+        raise SystemExit(1) from None
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    return torch
+
+
+def _positive(kind: type[int] | type[float]) -> Any:
+    def number(text: str) -> int | float:
+        value = kind(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        return value
+
+    number.__name__ = kind.__name__  # argparse names the type by it
+    return number
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value

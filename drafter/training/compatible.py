@@ -1,0 +1,48 @@
+"""Whether shards, target and drafter belong together. A mismatch trains without an error and serves at length 1.00."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from drafter.checkpoint.folder import read_folder
+from drafter.checkpoint.manifest import read_manifest
+from drafter.data.shards import ShardFolder, check_target
+from drafter.training.errors import TrainingError
+from drafter.training.target import Target
+
+HASHES = ("config_sha256", "tokenizer_sha256", "lm_head_sha256")
+
+
+def check_shards(shards: ShardFolder, target: Target) -> None:
+    """Raises ShardError where the shards come from another target, TrainingError where their states do not fit it."""
+    check_target(shards.manifest, target.path)
+    hidden = target.embed_VH.shape[1]
+    if shards.manifest["hidden_size"] != hidden:
+        raise TrainingError(
+            f"{shards.path} has hidden size {shards.manifest['hidden_size']}, target {target.path} has {hidden}: give "
+            "the target that the shards came from."
+        )
+    if shards.manifest["final_hidden"] != "after_norm":
+        raise TrainingError(
+            f"{shards.path} holds final hidden states {shards.manifest['final_hidden']!r}, expected 'after_norm': the "
+            "loss takes lm_head of them as they are. Capture again."
+        )
+
+
+def check_drafter(folder: Path, shards: ShardFolder) -> None:
+    """Raises TrainingError where the drafter in `folder` was made for another target or other layers than the shards'.
+
+    A foreign folder (without eyas.json) has only its layer ids and its sizes to be judged by.
+    """
+    manifest, read = read_manifest(folder), read_folder(folder)
+    found: dict[str, Any] = {"layer_ids": read.layer_ids, "hidden_size": read.config["hidden_size"]}
+    if manifest is not None:
+        found |= {key: manifest["target"].get(key) for key in HASHES} | manifest["capture"]
+    for key, value in found.items():
+        wanted = shards.manifest["target"][key] if key in HASHES else shards.manifest[key]
+        if value != wanted:
+            raise TrainingError(
+                f"drafter {folder} has {key} {value}, the shards in {shards.path} have {wanted}: capture shards from "
+                "the drafter's own target with its layer ids, or name another drafter."
+            )

@@ -1,0 +1,113 @@
+"""A new drafter before its first step: a shape for the target, the target's head and norm, and a fitted fc.
+
+H hidden, A what the target hands over (n_aux H), M rows of the fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter.checkpoint.vocab import DraftVocab
+from drafter.training.documents import Documents
+from drafter.training.errors import TrainingError
+from drafter.training.model import Eagle3
+from drafter.training.target import Target
+
+FIT_ROWS = 20_000
+RIDGE = 1e-4  # of the mean square of a feature
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that a drafter may choose freely; None takes the target's. Its key heads need not be the target's."""
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate: int | None = None
+
+
+def drafter_config(target: Target, layer_ids: list[int], vocab: DraftVocab, shape: Shape) -> dict[str, Any]:
+    """config.json of a new drafter. `layer_ids` are the engine's own, as `eagle_config` holds them."""
+    t = target.config
+    heads = shape.heads or t["num_attention_heads"]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": len(target.embed_VH),
+        "draft_vocab_size": len(vocab.target_ids),
+        "hidden_size": t["hidden_size"],
+        "intermediate_size": shape.intermediate or t["intermediate_size"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shape.kv_heads or heads,
+        "head_dim": shape.head_dim or t.get("head_dim") or t["hidden_size"] // t["num_attention_heads"],
+        "hidden_act": "silu",
+        "rms_norm_eps": t["rms_norm_eps"],
+        "rope_theta": target.rope_theta,
+        "max_position_embeddings": t["max_position_embeddings"],
+        "bos_token_id": t.get("bos_token_id"),
+        "eos_token_id": t.get("eos_token_id"),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
+    }
+
+
+def new_drafter(config: dict[str, Any], vocab: DraftVocab, target: Target, seed: int) -> Eagle3:
+    """Head and final norm are the target's; what adds to the residual starts at zero, the rest at 1/sqrt(inputs).
+
+    So before the first step the drafter is its fc and the target's own head: a random layer before that head gives a
+    loss of 25 to 30 nats and gradients to match.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = Eagle3(config, vocab, target.embed_VH)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            elif parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+        model.norm.weight.copy_(target.norm_H)
+        model.lm_head.weight.copy_(target.head_VH[model.target_ids_U])
+    return model
+
+
+def fit_fc(model: Eagle3, documents: Documents, seed: int) -> float:
+    """Set fc by ridge regression from features to the final state before its norm's weight; returns R2 on held-out.
+
+    fc g(i) then has the basis that norm and lm_head expect. A document's first position is left out: many targets
+    park huge activations there.
+    """
+    weight_H = model.norm.weight.detach().double()
+    small_H = weight_H.abs() < 1e-3
+    weight_H = torch.where(small_H, torch.full_like(weight_H, torch.inf), weight_H)  # a dead channel fits zero
+
+    def rows(indices: list[int]) -> tuple[Tensor, Tensor]:
+        chosen, count = [], 0
+        for index in indices:
+            chosen.append(index)
+            count += documents.length(index)
+            if count >= FIT_ROWS:
+                break
+        batches = [documents.batch([index]) for index in chosen]
+        aux_MA = torch.cat([batch.aux_TA[1:].double() for batch in batches])
+        return aux_MA, torch.cat([batch.final_TH[1:].double() for batch in batches]) / weight_H
+
+    order = torch.randperm(len(documents.train), generator=torch.Generator().manual_seed(seed)).tolist()
+    aux_MA, wanted_MH = rows([documents.train[i] for i in order])
+    square_AA = aux_MA.T @ aux_MA
+    square_AA.diagonal().add_(RIDGE * square_AA.diagonal().mean())
+    try:
+        fitted_AH = torch.linalg.solve(square_AA, aux_MA.T @ wanted_MH)
+    except torch.linalg.LinAlgError as error:
+        raise TrainingError(f"fc cannot be fitted to the shards ({error}): are the features all zero?") from None
+    with torch.no_grad():
+        model.fc.weight.copy_(fitted_AH.T)
+    aux_MA, wanted_MH = rows(documents.held)
+    missed = (aux_MA @ fitted_AH - wanted_MH).square().sum()
+    return float(1 - missed / (wanted_MH - wanted_MH.mean(0)).square().sum())
