@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 
 from drafter.data import spool
+from drafter.data.conversations import Conversation, ConversationError, read_with_ids
 from drafter.data.shard_writer import SHARD_BYTES, ShardWriter, lock_folder
 from drafter.data.shards import Document, ShardError, document_name, token_bytes
 from drafter.data.target import TargetError, target_identity
@@ -39,13 +40,23 @@ class CaptureError(ValueError):
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """One line of a file: int32 ids of the prompt and the answer. The last `past` ids lie past the answer's end."""
+class Reading:
+    """What the engine is to read: int32 ids of a prompt and an answer. The last `past` lie past the answer's end."""
 
     where: str
     input_ids: np.ndarray
     output_ids: np.ndarray
     past: int
+
+    @classmethod
+    def of(cls, conversation: Conversation) -> Reading:
+        """From a conversation of a file."""
+        return cls(
+            conversation.where,
+            np.array(conversation.input_ids, np.int32),
+            np.array(conversation.output_ids, np.int32),
+            conversation.past,
+        )
 
     @property
     def ids(self) -> np.ndarray:
@@ -87,49 +98,19 @@ class Refused(Exception):
     """The engine would not read one conversation."""
 
 
-def read_conversations(files: Iterable[Path]) -> list[Conversation]:
-    """All lines of the files. Raises CaptureError for the first that cannot be captured."""
-    found = []
-    for file in files:
-        try:
-            with file.open("rb") as stream:
-                found += [_conversation(f"{file}:{at}", line) for at, line in enumerate(stream, 1) if line.strip()]
-        except OSError as error:
-            raise CaptureError(f"{file} cannot be read ({error.strerror}).") from None
+def read_conversations(files: Iterable[Path]) -> list[Reading]:
+    """All conversations of the files. Raises CaptureError for the first that cannot be captured."""
+    try:
+        found = [Reading.of(each) for file in files for each in read_with_ids(file)]
+    except ConversationError as error:
+        raise CaptureError(str(error)) from None
     if not found:
         raise CaptureError("no conversation in the files: make some with `python -m drafter generate`.")
     return found
 
 
-def _conversation(where: str, line: bytes) -> Conversation:
-    try:
-        entry = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise CaptureError(f"{where} is not JSON ({error}): each line is one conversation.") from None
-    if not isinstance(entry, dict):
-        raise CaptureError(f"{where} is no JSON object: each line is one conversation.")
-    ids = []
-    for key in ("input_ids", "output_ids"):
-        values = entry.get(key)
-        if not values:
-            raise CaptureError(
-                f"{where} has no {key}: capture takes the engine's own token ids, so that no template is guessed; "
-                "make them with `python -m drafter generate`."
-            )
-        if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < 2**31 for value in values):
-            raise CaptureError(f"{where}: {key} holds something that is no token id: expected a list of numbers.")
-        ids.append(np.array(values, np.int32))
-    meta = entry.get("meta") or {}
-    past = meta.get("past", 0) if isinstance(meta, dict) else None
-    if type(past) is not int or not 0 <= past < len(ids[1]):
-        raise CaptureError(
-            f"{where}: meta.past is {past!r}, expected how many of the {len(ids[1])} output ids lie past the answer."
-        )
-    return Conversation(where, ids[0], ids[1], past)
-
-
 def capture(
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Reading],
     *,
     url: str,
     engine_dir: Path,
@@ -189,7 +170,7 @@ def _identity(target: Path) -> dict[str, str]:
 
 def _run(
     client: _Client,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Reading],
     writer: ShardWriter,
     room: _Room,
     per_token: int,
@@ -294,14 +275,14 @@ class _Client:
             except (orjson.JSONDecodeError, KeyError):
                 raise CaptureError(f"{self.url} is no SGLang engine: give the address that it printed.") from None
 
-    async def fetch_all(self, todo: Sequence[tuple[str, Conversation]], take: Callable[[Document], None]) -> list[str]:
+    async def fetch_all(self, todo: Sequence[tuple[str, Reading]], take: Callable[[Document], None]) -> list[str]:
         """Give `take` every document, in order; the lines that the engine would not read come back.
 
         So many requests run at once, and no more than twice as many documents wait for one before them.
         """
         refused: list[str] = []
         permits = asyncio.Semaphore(self.concurrency)
-        window: deque[tuple[Conversation, asyncio.Task[Document]]] = deque()
+        window: deque[tuple[Reading, asyncio.Task[Document]]] = deque()
 
         async def finish() -> None:
             conversation, task = window.popleft()
@@ -330,7 +311,7 @@ class _Client:
         return refused
 
     async def _fetch(
-        self, session: aiohttp.ClientSession, permits: asyncio.Semaphore, name: str, conversation: Conversation
+        self, session: aiohttp.ClientSession, permits: asyncio.Semaphore, name: str, conversation: Reading
     ) -> Document:
         rid, ids = f"{spool.RID_PREFIX}{self.run}-{name}", conversation.ids
         body = {"input_ids": ids.tolist(), "rid": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}

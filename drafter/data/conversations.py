@@ -27,7 +27,7 @@ class Conversation:
     """A prompt and the target's answer.
 
     input_ids: the prompt as the engine tokenised it, with the template; output_ids: the answer, then `meta["past"]`
-    tokens after its end. Both are empty where only text is known.
+    tokens after its end. Both are empty where only text is known. where: the file and line that it was read from.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Conversation:
     input_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    where: str = field(default="", compare=False)
 
     @property
     def past(self) -> int:
@@ -65,17 +66,18 @@ class Conversation:
 def read_conversations(path: Path) -> Iterator[Conversation]:
     """Yield the conversations of a file, which may be gzipped. Raises ConversationError at the first bad line."""
     for number, line in _lines(path):
-        yield parse_line(line, f"{path}, line {number}", f"{path.stem}/{number}")
+        yield parse_line(line, f"{path}:{number}", f"{path.stem}/{number}")
 
 
 def read_with_ids(path: Path) -> Iterator[Conversation]:
     """The same, where every line must carry the engine's token ids. Raises ConversationError."""
-    for number, conversation in enumerate(read_conversations(path), start=1):
-        if not conversation.input_ids or not conversation.answer_ids:
-            raise ConversationError(
-                f"{path}, conversation {number} ({conversation.id}) has no input_ids or no output_ids: let an engine "
-                "write the answers with `python -m drafter generate`, which stores its own ids."
-            )
+    for conversation in read_conversations(path):
+        for key, ids in (("input_ids", conversation.input_ids), ("output_ids", conversation.answer_ids)):
+            if not ids:
+                raise ConversationError(
+                    f"{conversation.where} has no {key}: let an engine write the answers with `python -m drafter "
+                    "generate`, which stores the engine's own token ids, so that no template is guessed."
+                )
         yield conversation
 
 
@@ -86,22 +88,26 @@ def parse_line(line: str, where: str, default_id: str) -> Conversation:
     except json.JSONDecodeError as error:
         raise ConversationError(f"{where} is not JSON ({error.msg}, column {error.colno}).") from None
     messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        raise ConversationError(f"{where} is no JSON object: each line is one conversation.")
     if not isinstance(messages, list) or not all(isinstance(entry, dict) and "role" in entry for entry in messages):
         raise ConversationError(f"{where} has no 'messages', expected a list of objects with a 'role'.")
     ids: dict[str, list[int]] = {}
     for key in ("input_ids", "output_ids"):
         found = row.get(key, [])
-        if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
-            raise ConversationError(f"{where}: {key!r} is not a list of token ids.")
+        if not isinstance(found, list) or not all(type(token) is int and 0 <= token < 2**31 for token in found):
+            raise ConversationError(
+                f"{where}: {key!r} holds something that is no token id: expected a list of numbers."
+            )
         ids[key] = found
     meta = row.get("meta", {})
     past = meta.get("past", 0) if isinstance(meta, dict) else None
     if type(past) is not int or not 0 <= past <= len(ids["output_ids"]):
         raise ConversationError(
-            f"{where}: 'meta' is {meta!r}, expected an object whose 'past' counts some of the {len(ids['output_ids'])} "
-            "output ids."
+            f"{where}: meta.past is {past!r}, expected how many of the {len(ids['output_ids'])} output ids lie past "
+            "the answer's end."
         )
-    return Conversation(str(row.get("id", default_id)), messages, ids["input_ids"], ids["output_ids"], meta)
+    return Conversation(str(row.get("id", default_id)), messages, ids["input_ids"], ids["output_ids"], meta, where)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -112,6 +118,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line
     except FileNotFoundError:
-        raise ConversationError(f"{path} does not exist: make it with `python -m drafter generate`.") from None
+        raise ConversationError(
+            f"{path} cannot be read, it does not exist: make it with `python -m drafter generate`."
+        ) from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ConversationError(f"{path} cannot be read ({error}): it is damaged or not a conversation file.") from None

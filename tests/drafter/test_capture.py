@@ -290,15 +290,18 @@ def test_another_target_does_not_join_a_folder(fake, tmp_path):
 
 BAD = {
     "no ids": ({"messages": []}, "has no input_ids: .*drafter generate"),
-    "no answer": ({"input_ids": [1], "output_ids": []}, "has no output_ids"),
-    "text": ({"input_ids": [1], "output_ids": ["a"]}, "is no token id"),
-    "negative": ({"input_ids": [-1], "output_ids": [1]}, "is no token id"),
-    "true": ({"input_ids": [True], "output_ids": [1]}, "is no token id"),
-    "large": ({"input_ids": [2**31], "output_ids": [1]}, "is no token id"),
-    "nested": ({"input_ids": [1], "output_ids": {"0": 1}}, "is no token id"),
-    "all past": ({"input_ids": [1], "output_ids": [1, 2], "meta": {"past": 2}}, r"meta\.past is 2"),
-    "past in words": ({"input_ids": [1], "output_ids": [1, 2], "meta": {"past": "1"}}, r"meta\.past is '1'"),
-    "meta a list": ({"input_ids": [1], "output_ids": [1, 2], "meta": [1]}, r"meta\.past is None"),
+    "no answer": ({"messages": [], "input_ids": [1], "output_ids": []}, "has no output_ids"),
+    "text": ({"messages": [], "input_ids": [1], "output_ids": ["a"]}, "is no token id"),
+    "negative": ({"messages": [], "input_ids": [-1], "output_ids": [1]}, "is no token id"),
+    "true": ({"messages": [], "input_ids": [True], "output_ids": [1]}, "is no token id"),
+    "large": ({"messages": [], "input_ids": [2**31], "output_ids": [1]}, "is no token id"),
+    "nested": ({"messages": [], "input_ids": [1], "output_ids": {"0": 1}}, "is no token id"),
+    "all past": ({"messages": [], "input_ids": [1], "output_ids": [1, 2], "meta": {"past": 2}}, "has no output_ids"),
+    "past in words": (
+        {"messages": [], "input_ids": [1], "output_ids": [1, 2], "meta": {"past": "1"}},
+        r"meta\.past is '1'",
+    ),
+    "meta a list": ({"messages": [], "input_ids": [1], "output_ids": [1, 2], "meta": [1]}, r"meta\.past is None"),
     "a list": ([1], "is no JSON object"),
 }
 

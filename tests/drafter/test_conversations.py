@@ -42,13 +42,16 @@ def test_ids_hash_tells_apart_what_differs() -> None:
     ("line", "reason"),
     [
         ("{", "is not JSON"),
-        ("[]", "has no 'messages'"),
+        ("[]", "is no JSON object"),
         ('{"messages": ["hi"]}', "has no 'messages'"),
-        (json.dumps({"messages": [USER], "input_ids": [1.5]}), "'input_ids' is not a list of token ids"),
-        (json.dumps({"messages": [USER], "output_ids": [-1]}), "'output_ids' is not a list of token ids"),
-        (json.dumps({"messages": [USER], "output_ids": [True]}), "'output_ids' is not a list of token ids"),
-        (json.dumps({"messages": [USER], "output_ids": [1], "meta": {"past": 2}}), "whose 'past' counts some of the 1"),
-        (json.dumps({"messages": [USER], "meta": []}), "'meta' is []"),
+        (json.dumps({"messages": [USER], "input_ids": [1.5]}), "'input_ids' holds something that is no token id"),
+        (json.dumps({"messages": [USER], "output_ids": [-1]}), "'output_ids' holds something that is no token id"),
+        (json.dumps({"messages": [USER], "output_ids": [True]}), "'output_ids' holds something that is no token id"),
+        (
+            json.dumps({"messages": [USER], "output_ids": [1], "meta": {"past": 2}}),
+            "meta.past is 2, expected how many of the 1",
+        ),
+        (json.dumps({"messages": [USER], "meta": []}), "meta.past is None"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -56,7 +59,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
     file.write_text(json.dumps({"messages": [USER]}) + "\n" + line + "\n")
     with pytest.raises(ConversationError) as refused:
         list(read_conversations(file))
-    assert f"{file}, line 2" in str(refused.value) and reason in str(refused.value)
+    assert f"{file}:2" in str(refused.value) and reason in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "not-gzip.jsonl.gz", "not-text.jsonl"])

@@ -121,7 +121,7 @@ def test_the_command_counts_answers_alone(target: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [([25], "has the token 25, but the target has 20"), ([], "has no input_ids or no output_ids")]
+    ("answer", "reason"), [([25], "has the token 25, but the target has 20"), ([], "has no output_ids")]
 )
 def test_answers_that_cannot_be_counted(
     target: Path, tmp_path: Path, answer: list[int], reason: str, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.data import spool
-from drafter.data.capture import CaptureError, Conversation, capture, read_conversations
+from drafter.data.capture import CaptureError, Reading, capture, read_conversations
 from drafter.data.shards import ShardFolder, check_target, open_shards
 from server.engine import Engine, EngineError
 from tests.engine.conftest import EnginePool
@@ -80,9 +80,9 @@ class References:
     """Conversations of a target, greedy by transformers, and the hidden states of transformers; made once a target."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[list[Conversation], list[np.ndarray], list[np.ndarray]]] = {}
+        self._made: dict[str, tuple[list[Reading], list[np.ndarray], list[np.ndarray]]] = {}
 
-    def get(self, pair: TinyPair) -> tuple[list[Conversation], list[np.ndarray], list[np.ndarray]]:
+    def get(self, pair: TinyPair) -> tuple[list[Reading], list[np.ndarray], list[np.ndarray]]:
         if pair.name not in self._made:
             model = targets.load(pair.reference)
             rng = np.random.default_rng(11)
@@ -91,7 +91,7 @@ class References:
             conversations, aux, final = [], [], []
             for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
                 answer = np.array(text[len(prompt) :], np.int32)
-                conversations.append(Conversation(f"line {index}", np.array(prompt, np.int32), answer, PAST))
+                conversations.append(Reading(f"line {index}", np.array(prompt, np.int32), answer, PAST))
                 out = model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
                 aux.append(torch.cat([out.hidden_states[i][0] for i in pair.inputs_to], dim=-1).numpy())
                 final.append(out.hidden_states[FINAL][0].numpy())
@@ -104,7 +104,7 @@ def references() -> References:
     return References()
 
 
-def captured(engine: Engine, conversations: list[Conversation], out: Path, concurrency: int = 16) -> ShardFolder:
+def captured(engine: Engine, conversations: list[Reading], out: Path, concurrency: int = 16) -> ShardFolder:
     assert engine.capture
     capture(
         conversations,
@@ -182,8 +182,8 @@ def test_chunks_are_really_chunks(running: Running, references: References, fold
 @on("llama")
 def test_a_text_too_long_is_refused_and_named(running: Running, folder: Path, tmp_path: Path) -> None:
     engine = running.engine
-    long = Conversation("line 7", np.full(2000, 20, np.int32), np.full(4, 21, np.int32), 0)
-    short = Conversation("line 8", np.full(20, 20, np.int32), np.full(4, 21, np.int32), 0)
+    long = Reading("line 7", np.full(2000, 20, np.int32), np.full(4, 21, np.int32), 0)
+    short = Reading("line 8", np.full(20, 20, np.int32), np.full(4, 21, np.int32), 0)
     result = capture(
         [long, short], url=engine.url, engine_dir=folder, out=tmp_path, headers=engine.headers, concurrency=2
     )

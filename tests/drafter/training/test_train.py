@@ -211,10 +211,10 @@ def test_a_drafter_that_is_nearly_always_wrong_is_refused(tmp_path, llama, shard
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": {"config_sha256": "0f"}}, r"config_sha256 0f.*[0-9a-f]{64}"),
-        ({"target": {"tokenizer_sha256": "0f"}}, r"tokenizer_sha256 0f"),
-        ({"target": {"lm_head_sha256": "0f"}}, r"lm_head_sha256 0f"),
-        ({"hidden_size": 65}, "hidden size 65"),
+        ({"target": {"config_sha256": "0f"}}, r"config_sha256 is 0f.*[0-9a-f]{64}"),
+        ({"target": {"tokenizer_sha256": "0f"}}, r"tokenizer_sha256 is 0f"),
+        ({"target": {"lm_head_sha256": "0f"}}, r"lm_head_sha256 is 0f"),
+        ({"hidden_size": 65}, "the manifest says float32"),
         ({"layer_ids": [0, 1, 3]}, r"layer_ids \[0, 1, 2\].* have \[0, 1, 3\]"),
         ({"final_hidden": "before_norm"}, "before_norm"),
     ],
