@@ -14,11 +14,12 @@ import sys
 import torch
 
 import sgl_kernel
-from sgl_kernel import linear, rotary, sampling
+from sgl_kernel import linear, plain, rotary, sampling
 
 EAGLE = "sglang.srt.speculative.eagle_utils"
 LINEAR = "sglang.srt.layers.quantization.unquant"
 LOGITS = "sglang.srt.layers.logits_processor"
+SAMPLER = "sglang.srt.layers.sampler"
 ROTARY = "sglang.srt.layers.rotary_embedding.base"
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 # What SGLang's verification (EAGLE's and NGRAM's) must call by name for the sampling to be ours.
@@ -91,6 +92,11 @@ def patch_sampling() -> None:
         setattr(owner, name, ours)
 
 
+def patch_plain() -> None:
+    """Sample without a sort where a request asks for none."""
+    replace(SAMPLER, "top_k_top_p_min_p_sampling_from_probs_torch", plain.PARAMETERS, plain.sampler_of)
+
+
 def patch_linear() -> None:
     """Multiply by weights that lie in oneDNN's own layout."""
     replace(LINEAR, "UnquantizedLinearMethod.apply", "self layer x bias", lambda original: linear.apply)
@@ -116,6 +122,7 @@ def register() -> None:
         return
     try:
         patch_sampling()
+        patch_plain()
         patch_linear()
         patch_rotary()
     except Changed as reason:
