@@ -25,15 +25,19 @@ mkdir -p "$WORK"
 target=$("$PY" -c 'import sys; from server.config import load_profile; print(load_profile(sys.argv[1]).model_path)' "$PROFILE")
 name=$("$PY" -c 'import sys; from server.config import load_profile; print(load_profile(sys.argv[1]).target.served_name)' "$PROFILE")
 step() { printf '\n== %s\n' "$*" >&2; }
+engine() { "$PY" -m server engine --profile "$PROFILE" "$@"; }  # an engine for as long as the command after -- runs
+once() {  # each step that has ended leaves a mark, so that the engine is not started for it again
+  [[ -e $WORK/.$1 ]] || { "${@:2}"; touch "$WORK/.$1"; }
+}
 
 step "1. The target writes conversations: prompts of its own, and its answers, greedy and at a temperature"
 if [[ $PROMPTS ]]; then ask=(--prompts "$PROMPTS"); else ask=(--openers "$OPENERS"); fi
-"$PY" -m server engine --profile "$PROFILE" --drafter none -- \
+once wrote-train engine --drafter none -- \
   "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
   --out "$WORK/train.jsonl" --count "$COUNT" --max-tokens "$TOKENS" "${ask[@]}"
 
 step "2. It answers the benchmarks too: never to be learned from, only to be walked in step 6"
-"$PY" -m server engine --profile "$PROFILE" --drafter none -- \
+once wrote-held engine --drafter none -- \
   "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
   --out "$WORK/held.jsonl" --prompts "$HELD_OUT" --count "$HELD_COUNT" --max-tokens 128 --past 8
 
@@ -43,7 +47,7 @@ step "3. Which tokens may be drafted"
 
 step "4. The engine reads the conversations, and writes down what it would feed a drafter"
 for part in train held; do
-  "$PY" -m server engine --profile "$PROFILE" --capture "$WORK/spool" -- \
+  once "captured-$part" engine --capture "$WORK/spool" -- \
     "$PY" -m drafter capture "$WORK/$part.jsonl" --url '{url}' --key-file '{key_file}' \
     --dir "$WORK/spool" --out "$WORK/shards-$part"
 done

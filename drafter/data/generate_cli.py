@@ -110,7 +110,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> Outcome:
-    template, overlap = Template.of_folder(target), bundled_overlap()
+    template, overlap = Template.of_folder(target, not plan.prompts), bundled_overlap()
     there = len(existing(out))
     left = max(plan.count - there, 0)
     if left:

@@ -20,7 +20,7 @@ TEMPLATE = Template("<user>", "<end>", frozenset({END}))
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
-    monkeypatch.setattr(Template, "of_folder", classmethod(lambda cls, folder: TEMPLATE))
+    monkeypatch.setattr(Template, "of_folder", classmethod(lambda cls, folder, own_prompts: TEMPLATE))
     fake = FakeEndpoint()
     yield fake
     fake.close()
