@@ -42,7 +42,7 @@ once wrote-held engine --drafter none -- \
   --out "$WORK/held.jsonl" --prompts "$HELD_OUT" --count "$HELD_COUNT" --max-tokens 128 --past 8
 
 step "3. Which tokens may be drafted"
-"$PY" -m drafter vocab --conversations "$WORK/train.jsonl" --held-out "$WORK/held.jsonl" \
+once vocabulary "$PY" -m drafter vocab --conversations "$WORK/train.jsonl" --held-out "$WORK/held.jsonl" \
   --target "$target" --size "$VOCAB" --out "$WORK/vocab.safetensors"
 
 step "4. The engine reads the conversations, and writes down what it would feed a drafter"
