@@ -16,7 +16,8 @@ class Arm:
     """One engine and how to reach it.
 
     `url` has no path; `served_name` is the model that requests name; `drafter` is the drafter's name, or `none`.
-    `detail` says in one sentence why the arm is not ready; clients read it. An empty key means an engine without one.
+    `vocab_size`: tokens that the target knows, None where nobody said. `detail` says in one sentence why the arm is not
+    ready; clients read it. An empty key means an engine without one.
     """
 
     name: str
@@ -27,3 +28,4 @@ class Arm:
     drafter: str
     state: ArmState = "starting"
     detail: str = ""
+    vocab_size: int | None = None

@@ -17,6 +17,7 @@ ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 
 # The gateway sets these itself; a client's own are read and then dropped, so that none stands there twice.
 OWN_FIELDS = ("rid", "return_spec_tokens_details", "stream_options")
+MAX_ANSWERS = 128  # of one prompt, as OpenAI's API has it
 
 
 class ClientGone(Exception):
@@ -40,8 +41,11 @@ class Call:
     answers_one: bool
 
 
-def read_call(path: str, raw: bytes, rid: str, served_name: str) -> Call:
-    """Parse a client's body once, and splice in what the gateway adds. Raises ApiError for what no engine shall see."""
+def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int | None) -> Call:
+    """Parse a client's body once, and splice in what the gateway adds. Raises ApiError for what no engine shall see.
+
+    vocab_size: the target's, where it is known; an engine dies of a token id outside it.
+    """
     try:
         asked = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -61,10 +65,13 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str) -> Call:
     added: dict[str, Any] = {"rid": rid, "return_spec_tokens_details": True}
     if stream:
         added["stream_options"] = {**(options or {}), "include_usage": True}
-    if any(name in asked for name in OWN_FIELDS):
-        raw = orjson.dumps({name: value for name, value in asked.items() if name not in OWN_FIELDS})
-    prompts = _listed_prompts(asked.get("prompt"))
-    several = asked.get("n", 1) not in (1, None)
+    dropped = [name for name in OWN_FIELDS if name in asked]
+    # In OpenAI's API a null stands for the default; SGLang refuses it here.
+    dropped += [name for name in ("stream", "n") if name in asked and asked[name] is None]
+    if dropped:
+        raw = orjson.dumps({name: value for name, value in asked.items() if name not in dropped})
+    prompts = _listed_prompts(asked["prompt"], vocab_size) if asked.get("prompt") is not None else None
+    several = _answers(asked.get("n")) > 1
     return Call(
         path=path,
         body=raw.rstrip()[:-1] + b"," + orjson.dumps(added)[1:],
@@ -76,9 +83,38 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str) -> Call:
     )
 
 
-def _listed_prompts(prompt: Any) -> int | None:
-    """How many prompts a list holds; None for a single one, which may be a list of token ids."""
-    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else None
+def _listed_prompts(prompt: Any, vocab_size: int | None) -> int | None:
+    """How many prompts a list holds; None for a single one, which may be a list of token ids. Raises ApiError."""
+    if isinstance(prompt, str):
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(400, "'prompt' is neither text nor a list of texts or of token ids.", param="prompt")
+    if type(prompt[0]) is int:
+        _check_ids(prompt, vocab_size)
+        return None
+    for each in prompt:
+        if isinstance(each, list) and each:
+            _check_ids(each, vocab_size)
+        elif not isinstance(each, str):
+            raise ApiError(400, "'prompt' holds something that is neither text nor token ids.", param="prompt")
+    return len(prompt)
+
+
+def _check_ids(ids: list[Any], vocab_size: int | None) -> None:
+    """Raise ApiError unless all are token ids of the target: the engine looks them up unchecked, and dies."""
+    for token in ids:
+        if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
+            below = f" below {vocab_size:,}" if vocab_size else ""
+            raise ApiError(400, f"'prompt' holds {token!r}, expected token ids{below}.", param="prompt")
+
+
+def _answers(n: Any) -> int:
+    """How many answers are asked for. Raises ApiError."""
+    if n is None:
+        return 1
+    if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
+        raise ApiError(400, f"'n' is {n!r}, expected a whole number from 1 to {MAX_ANSWERS}.", param="n")
+    return n
 
 
 def _flag(asked: dict[str, Any], name: str) -> bool:

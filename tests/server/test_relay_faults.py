@@ -37,6 +37,26 @@ from tests.server.test_relay import USER, error_of, frames_of, text_of
         (b'{"model":"tiny","stream":true,"stream_options":true}', 400, "stream_options"),
         (b'{"model":"tiny","stream":true,"stream_options":{"include_usage":"no"}}', 400, "include_usage"),
         (b'{"model":"tiny","return_spec_tokens_details":0}', 400, "return_spec_tokens_details"),
+        (b'{"model":"tiny","n":0}', 400, "n"),
+        (b'{"model":"tiny","n":-1}', 400, "n"),
+        (b'{"model":"tiny","n":129}', 400, "n"),
+        (b'{"model":"tiny","n":true}', 400, "n"),
+        (b'{"model":"tiny","n":"2"}', 400, "n"),
+        (b'{"model":"tiny","n":2.0}', 400, "n"),
+        (b'{"model":"tiny","prompt":[]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":7}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":{"a":1}}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[1,-5]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[1,512]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[1000000000]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[18446744073709551616]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[1,"a"]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[1,true]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[1,2.0]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[[1,2],[3,-4]]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":[[1,2],[]]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":["a",7]}', 400, "prompt"),
+        (b'{"model":"tiny","prompt":["a",null]}', 400, "prompt"),
         (b"[" * 100_000, 400, None),
     ],
 )
@@ -53,6 +73,21 @@ def test_what_no_engine_shall_see(
     assert gate.metric("eyas_rejected_total") == rejected + 1
     assert gate.metric("eyas_requests_total", code=str(status)) == counted + 1
     assert gate.ask().status_code == 200
+
+
+def test_ids_are_let_in_where_nobody_said_how_many_there_are(
+    gateways: Callable[..., Gateway], fake: FakeEngine
+) -> None:
+    gate = gateways()
+    assert gate.client.post("/v1/completions", json={"model": MODEL, "prompt": [1, 500_000]}).status_code == 200
+    assert gate.client.post("/v1/completions", json={"model": MODEL, "prompt": [1, -1]}).status_code == 400
+
+
+@pytest.mark.parametrize("body", [b'{"model":"tiny","stream":null}', b'{"stream":null,"model":"tiny","n":null}'])
+def test_a_null_stream_is_no_stream(shared_gate: Gateway, shared_fake: FakeEngine, body: bytes) -> None:
+    answer = shared_gate.client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("application/json")
+    assert "stream" not in shared_fake.requests[-1].body
 
 
 def test_a_body_at_the_limit_and_past_it(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:

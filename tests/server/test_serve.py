@@ -66,7 +66,7 @@ def start(tmp_path):
     started = []
 
     def start(command="serve", *argv, **options):
-        ports = ["--port", str(port)] if "--port" not in argv else []
+        ports = [] if any(word.startswith("--port") for word in argv) else ["--port", str(port)]
         served = Served(tmp_path, command, "--profile", str(profile), *ports, *argv, **options)
         served.url = f"http://127.0.0.1:{port}"
         started.append(served)
@@ -226,3 +226,40 @@ def test_a_command_that_is_none(start):
     served = start("engine", "--", "no-such-command")
     assert served.end() == 1
     assert "eyas: no-such-command cannot be run" in served.err.read_text()
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "many"])
+def test_a_port_that_is_none(start, command, port):
+    served = start(command, f"--port={port}")
+    assert served.end() == 2
+    assert f"'{port}' is no port, expected 1 to 65535" in served.err.read_text()
+
+
+@pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_here(start, host):
+    served = start("serve", "--host", host)
+    assert served.end() == 1
+    assert f"eyas: {host} is no address of this machine" in served.err.read_text()
+
+
+def test_a_variable_that_cannot_be_meant(start):
+    served = start(EYAS_LOG="loud")
+    assert served.end() == 1
+    assert served.err.read_text().startswith("eyas: EYAS_LOG is 'loud', expected one of")
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_a_target_that_is_not_there(start, tmp_path, command):
+    (tmp_path / "model").rmdir()
+    served = start(command)
+    assert served.end() == 1
+    expected = f"eyas: the target's folder {tmp_path / 'model'} does not exist: correct target.path in the profile."
+    assert expected in served.err.read_text()
+    assert not (tmp_path / "home" / "runs").exists()
+
+
+def test_whatever_ends_the_start_ends_the_service(start):
+    served = start(HOME="/dev/null/x", EYAS_HOME="/dev/null/x")
+    assert served.end() == 1
+    assert "eyas: " in served.err.read_text() and "Traceback" not in served.err.read_text()
