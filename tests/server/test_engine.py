@@ -227,7 +227,7 @@ def test_run_folder_that_cannot_be_made(make_engine, tmp_path):
 
 
 def test_unknown_drafter_starts_nothing(make_engine):
-    with pytest.raises(LaunchError, match="neither a name of the profile"):
+    with pytest.raises(LaunchError, match="neither known by name"):
         make_engine(drafter="no-such-drafter")
 
 
