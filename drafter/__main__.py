@@ -42,12 +42,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         return code
-    except (ValueError, RuntimeError, OSError) as error:  # ours, each one sentence; and a disk that is full
+    except (ValueError, RuntimeError) as error:  # ours, each one sentence
         print(f"{args.command}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{args.command}: {_sentence(error, args)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{args.command}: interrupted; what was written is kept, run the same command to go on.", file=sys.stderr)
         return 130
+
+
+def _sentence(error: OSError, args: argparse.Namespace) -> str:
+    """What failed and at which file; a write to an open file, as on a full disk, does not say which."""
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{error.filename}: {reason}: check that it exists, is of the right kind, and may be read or written."
+    return f"{reason} (while writing to {args.out}, if not to the screen)." if hasattr(args, "out") else f"{reason}."
 
 
 if __name__ == "__main__":

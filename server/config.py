@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -285,7 +286,7 @@ def resolve_path(value: str, base: Path) -> str:
     if path.is_absolute():
         return str(path)
     beside = base / path
-    return str(beside.resolve()) if beside.exists() or value.startswith((".", "/")) else value
+    return os.path.realpath(beside) if beside.exists() or value.startswith((".", "/")) else value
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -114,8 +114,8 @@ def resolve_drafter(
     base = profile.source.parent
     if table is None:
         registered = registry.known()
-        folder_path = registered.get(name) or Path(name).expanduser()
-        if not folder_path.is_dir():
+        folder_path = registered.get(name) or folder_named(name)
+        if folder_path is None:
             names = ", ".join(dict.fromkeys(["none", "ngram", *profile.drafters, *registered]))
             raise LaunchError(
                 f"drafter {name!r} is neither known by name (here are {names}) nor a folder: check the spelling."
@@ -286,6 +286,15 @@ def with_resolved(drafter: ActiveDrafter, resolved: Mapping[str, Any]) -> Active
         topk=resolved["speculative_eagle_topk"],
         draft_tokens=resolved["speculative_num_draft_tokens"],
     )
+
+
+def folder_named(name: str) -> Path | None:
+    """The folder that a word of the command line means, if it means one."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.is_dir() else None
+    except (OSError, RuntimeError):  # too long for a name, in a folder that is not ours, a home that is nobody's
+        return None
 
 
 def is_local(path: str) -> bool:

@@ -45,7 +45,7 @@ def add_vocab(commands: Any) -> None:
 def run_vocab(args: argparse.Namespace) -> int:
     """Count, choose, write and report. Raises VocabError or ConversationError."""
     size = target_vocab_size(args.target)
-    counts = sum((count_tokens(read_with_ids(file), size) for file in args.conversations), np.zeros(size, np.int64))
+    counts = sum((count_file(file, size) for file in args.conversations), np.zeros(size, np.int64))
     vocab = DraftVocab.from_counts(counts, args.size, special_ids(args.target))
     found: dict[str, Any] = {
         "size": len(vocab),
@@ -57,7 +57,7 @@ def run_vocab(args: argparse.Namespace) -> int:
         "coverage": vocab.coverage(counts),
     }
     if args.held_out:
-        found["held_out_coverage"] = vocab.coverage(count_tokens(read_with_ids(args.held_out), size))
+        found["held_out_coverage"] = vocab.coverage(count_file(args.held_out, size))
     vocab.save(args.out)
     if args.json:
         print(json.dumps(found))
@@ -69,6 +69,17 @@ def run_vocab(args: argparse.Namespace) -> int:
             f"Hash {vocab.hash[:16]}."
         )
     return 0
+
+
+def count_file(file: Path, vocab_size: int) -> Ids:
+    """`count_tokens` of a conversation file. Raises VocabError where it holds none, ConversationError where broken."""
+    counts = count_tokens(read_with_ids(file), vocab_size)
+    if not counts.any():
+        raise VocabError(
+            f"{file} holds no conversation, expected answers to count: let an engine write them with `python -m "
+            "drafter generate`."
+        )
+    return counts
 
 
 def count_tokens(conversations: Iterable[Conversation], vocab_size: int) -> Ids:
@@ -88,22 +99,24 @@ def count_tokens(conversations: Iterable[Conversation], vocab_size: int) -> Ids:
 def target_vocab_size(folder: Path) -> int:
     """V of a target folder. Raises VocabError."""
     config = _read_json(folder / "config.json")
-    text = config.get("text_config") or config
     try:
-        return int(text["vocab_size"])
-    except (KeyError, TypeError, ValueError):
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise VocabError(f"{folder / 'config.json'} names no vocab_size: is it a target's folder?") from None
 
 
 def special_ids(folder: Path) -> list[int]:
     """The special tokens of a target's tokenizer, which answers end with or call tools by. Raises VocabError."""
-    added = _read_json(folder / "tokenizer.json").get("added_tokens", [])
-    return [int(token["id"]) for token in added if token.get("special")]
+    file = folder / "tokenizer.json"
+    try:
+        return [int(token["id"]) for token in _read_json(file).get("added_tokens", []) if token.get("special")]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise VocabError(f"{file} has no readable added_tokens: is it a target's folder?") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise VocabError(f"{file} cannot be read ({error}): name the target's folder.") from None
     return found

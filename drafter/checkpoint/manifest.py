@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DrafterError(f"{folder / MANIFEST} is not JSON ({error}): copy it again, or remove it.") from None
     if not isinstance(found, dict) or found.get("format") != 1:
         raise DrafterError(f"{folder / MANIFEST} is not a drafter manifest of format 1: use the version that wrote it.")

@@ -115,10 +115,15 @@ class DraftVocab:
         return vocab
 
     def save(self, file: Path) -> None:
-        """Write d2t and t2d as safetensors, beside `file` first and then renamed."""
+        """Write d2t and t2d as safetensors, beside `file` first and then renamed. Raises VocabError."""
         temporary = file.with_name(f"{file.name}.tmp")
-        save_file({"d2t": self.d2t, "t2d": self.t2d}, temporary, metadata={"vocab_hash": self.hash})
-        temporary.replace(file)
+        try:
+            save_file({"d2t": self.d2t, "t2d": self.t2d}, temporary, metadata={"vocab_hash": self.hash})
+            temporary.replace(file)
+        except (OSError, SafetensorError) as error:
+            raise VocabError(
+                f"{file} cannot be written ({error}): give a file in a folder that exists and has room."
+            ) from None
 
     @classmethod
     def load(cls, file: Path) -> DraftVocab:

@@ -87,6 +87,8 @@ def parse_line(line: str, where: str, default_id: str) -> Conversation:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConversationError(f"{where} is not JSON ({error.msg}, column {error.colno}).") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ConversationError(f"{where} is no conversation ({error}): take the line out.") from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(row, dict):
         raise ConversationError(f"{where} is no JSON object: each line is one conversation.")

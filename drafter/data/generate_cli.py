@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,9 +61,17 @@ def add_generate(commands: Any) -> None:
     add("--openers", type=Path, metavar="FILE", help=r"how its own prompts begin, one a line (\n is a line break)")
     add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
     add("--prompt-tokens", type=_count, default=96, metavar="N", help="longest prompt of its own (default: 96)")
-    add("--temperature", type=float, default=0.7, metavar="T", help="of answers that are not greedy (default: 0.7)")
-    add("--greedy-share", type=float, default=0.6, metavar="S", help="share of greedy answers (default: 0.6)")
-    add("--past", type=int, default=0, metavar="N", help="for `evaluate`: greedy, and N tokens past each answer's end")
+    add(
+        "--temperature",
+        type=_temperature,
+        default=0.7,
+        metavar="T",
+        help="of answers that are not greedy (default: 0.7)",
+    )
+    add("--greedy-share", type=_share, default=0.6, metavar="S", help="share of greedy answers (default: 0.6)")
+    add(
+        "--past", type=_past, default=0, metavar="N", help="for `evaluate`: greedy, and N tokens past each answer's end"
+    )
     add("--concurrency", type=_count, default=64, metavar="N", help="conversations at a time (default: 64)")
     add("--seed", type=int, default=0, metavar="N", help="another seed writes other conversations (default: 0)")
     add("--json", action="store_true", help="print the outcome as one JSON object on stdout, and nothing else there")
@@ -71,6 +80,7 @@ def add_generate(commands: Any) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Write the conversations. Raises GenerateError, ConversationError or PromptError."""
+    check_out(args.out)
     prompts = load_prompts(args.prompts) if args.prompts else []
     if args.prompts is None and args.past:
         raise GenerateError("--past is for the prompts of a set that is to be walked: name it with --prompts.")
@@ -130,6 +140,14 @@ async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> 
         return await generate(endpoint, template, plan, overlap, out, progress)
 
 
+def check_out(file: Path) -> None:
+    """Raise GenerateError unless conversations can be appended to `file`."""
+    if file.is_dir():
+        raise GenerateError(f"--out: {file} is a folder: name a file in it, such as {file / 'train.jsonl'}.")
+    if not file.parent.is_dir():
+        raise GenerateError(f"--out: {file} is to lie in {file.parent}, which is no folder: make it first.")
+
+
 def read_openers(file: Path) -> Sequence[str]:
     """The lines of a file that are not empty and no comment. Raises GenerateError."""
     try:
@@ -157,3 +175,30 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
+
+
+def _past(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of 0 or more")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # lies in no range

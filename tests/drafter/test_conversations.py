@@ -42,6 +42,8 @@ def test_ids_hash_tells_apart_what_differs() -> None:
     ("line", "reason"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is no conversation"),
+        ("1" * 5000, "is no conversation"),
         ("[]", "is no JSON object"),
         ('{"messages": ["hi"]}', "has no 'messages'"),
         (json.dumps({"messages": [USER], "input_ids": [1.5]}), "'input_ids' holds something that is no token id"),

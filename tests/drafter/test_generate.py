@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +200,65 @@ def test_what_cannot_be_meant_is_one_sentence(
     shown = capsys.readouterr()
     assert shown.err.startswith("generate: ") and reason in shown.err and shown.err.count("\n") == 1
     assert not out.exists() and endpoint.bodies == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *(f"--greedy-share={value}" for value in ("-0.1", "1.1", "nan", "half", "inf", "")),
+        *(f"--temperature={value}" for value in ("-0.1", "nan", "inf", "-inf", "warm", "")),
+        *(f"--past={value}" for value in ("-1", "1.5", "x", "")),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_usage_errors(
+    endpoint: FakeEndpoint, out: Path, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(endpoint, out, "--prompts", "mt_bench", "--count", "1", argument)
+    assert stopped.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {argument.partition('=')[0]}" in last and "is not a" in last
+    assert not out.exists() and endpoint.bodies == []
+
+
+@pytest.mark.parametrize("arguments", [["--greedy-share", "0"], ["--greedy-share", "1"], ["--temperature", "0"]])
+def test_the_ends_of_a_range_are_in_it(endpoint: FakeEndpoint, out: Path, arguments: list[str]) -> None:
+    assert run(endpoint, out, "--count", "2", *arguments) == 0
+    assert len(list(read_with_ids(out))) == 2
+
+
+@pytest.mark.parametrize(("out", "reason"), [("", "is a folder: name a file"), ("no/c.jsonl", "make it first")])
+def test_a_place_that_cannot_be_written(
+    endpoint: FakeEndpoint, tmp_path: Path, out: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(endpoint, tmp_path / out, "--count", "2") == 1
+    shown = capsys.readouterr().err
+    assert reason in shown and str(tmp_path / out) in shown and shown.count("\n") == 1
+    assert endpoint.bodies == [] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.EACCES, "Permission denied", "somewhere.json"), "somewhere.json: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "conversations.jsonl"),
+    ],
+)
+def test_an_error_of_the_system_names_the_file(
+    endpoint: FakeEndpoint,
+    out: Path,
+    error: OSError,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("drafter.data.generate_cli.generate", fails)
+    assert run(endpoint, out, "--count", "1") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("generate: ") and named in last and error.strerror in last and "Errno" not in last
 
 
 def test_an_endpoint_without_ids_is_refused(

@@ -131,3 +131,44 @@ def test_answers_that_cannot_be_counted(
     assert main(command) == 1
     assert reason in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+@pytest.mark.parametrize("empty", ["train", "held"])
+def test_a_file_without_a_conversation(
+    target: Path, tmp_path: Path, content: str, empty: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: conversations(tmp_path / f"{name}.jsonl", [7, 8]) for name in ("train", "held")}
+    Path(files[empty]).write_text(content)
+    out = tmp_path / "vocab.safetensors"
+    command = ["vocab", "--conversations", files["train"], "--held-out", files["held"], "--target", str(target)]
+    assert main([*command, "--size", "5", "--out", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert f"{files[empty]} holds no conversation" in shown.err and shown.err.count("\n") == 1
+    assert not out.exists() and shown.out == ""
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "3", "[" * 100_000, '{"vocab_size": [], "added_tokens": [1]}'])
+def test_a_target_that_is_none(
+    target: Path, tmp_path: Path, name: str, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (target / name).unlink()
+    if content is None:
+        (target / name).mkdir()
+    else:
+        (target / name).write_text(content)
+    train, out = conversations(tmp_path / "train.jsonl", [7]), tmp_path / "vocab.safetensors"
+    command = ["vocab", "--conversations", train, "--target", str(target), "--size", "5", "--out", str(out)]
+    assert main(command) == 1
+    shown = capsys.readouterr().err
+    assert str(target / name) in shown and shown.count("\n") == 1
+
+
+def test_a_vocabulary_that_cannot_be_written(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = conversations(tmp_path / "train.jsonl", [7])
+    (tmp_path / "folder").mkdir()
+    for out in (tmp_path / "missing" / "vocab.safetensors", tmp_path / "folder"):
+        command = ["vocab", "--conversations", train, "--target", str(target), "--size", "5", "--out", str(out)]
+        assert main(command) == 1
+        assert f"{out} cannot be written" in capsys.readouterr().err

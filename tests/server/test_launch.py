@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from drafter.checkpoint.folder import DrafterError, read_folder
@@ -19,7 +21,7 @@ from server.launch import (
     resolve_drafter,
 )
 from server.plan import warnings_of
-from tests.server.drafters import write_drafter
+from tests.server.drafters import DRAFT_VOCAB, llama_tensors, write_drafter
 
 REPO = Path(__file__).parents[2]
 BASE = """
@@ -139,6 +141,37 @@ def test_a_drafter_that_does_not_fit(profile, edit, message):
     with pytest.raises(DrafterError) as caught:
         resolve_drafter(made, "mine")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/d", "x" * 300, "a\0b", "", "loop"])
+def test_a_name_that_is_no_folder(profile, tmp_path, monkeypatch, name):
+    made = profile()
+    monkeypatch.chdir(tmp_path / "model")
+    Path("loop").symlink_to("loop")
+    with pytest.raises((LaunchError, DrafterError)):
+        resolve_drafter(made, name)
+
+
+@pytest.mark.parametrize("broken", ["loop", "folder", "config", "layers", "map"])
+def test_a_broken_folder_is_one_sentence(profile, tmp_path, broken):
+    profile(edit=("context_length = 1024", "context_length = 2048"))
+    folder = tmp_path / "mine"
+    if broken == "loop":
+        shutil.rmtree(folder)
+        folder.symlink_to("mine")
+    elif broken == "folder":
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").mkdir()
+    elif broken == "config":
+        (folder / "config.json").write_text("[" * 100_000)
+    elif broken == "layers":
+        write_drafter(folder, eagle_config=[1, 2, 3])
+    else:
+        write_drafter(folder, {**llama_tensors(), "d2t": np.full(DRAFT_VOCAB, 10**6)})
+    shown = run("plan", "--profile", str(tmp_path / "profile.toml"), "--drafter", "mine")
+    assert shown.returncode == 1 and shown.stdout == ""
+    assert shown.stderr.startswith("eyas: drafter ") or "config.json" in shown.stderr
+    assert shown.stderr.count("\n") == 1 and "Traceback" not in shown.stderr
 
 
 def test_environment_of_the_child(profile):
