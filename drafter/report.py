@@ -201,7 +201,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes: how the registry and a verdict name a report."""
+    """sha256 of a file's bytes, in hex: how reports, shards and weights are named."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -52,12 +53,12 @@ def check_hash(gguf: Path, expected: str) -> None:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write `folder` (config, tokenizer, bfloat16 weights) from `gguf`."""
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported; transformers' own switch leaves the GGUF bar on
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
     source = {"gguf_file": gguf.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.bfloat16, **source)
     # What is saved is dequantised: transformers would refuse to save it while it thinks of it as GGUF.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from drafter.checkpoint.folder import DrafterError
+from drafter.report import file_sha256
 
 MANIFEST = "eyas.json"
 SAFETENSORS = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
@@ -106,9 +106,3 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.get("format") != 1:
         raise DrafterError(f"{folder / MANIFEST} is not a drafter manifest of format 1: use the version that wrote it.")
     return found
-
-
-def file_sha256(file: Path) -> str:
-    """Hexadecimal sha256 of a file's bytes."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
