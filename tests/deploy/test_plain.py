@@ -1,11 +1,14 @@
 """Plain sampling of a mixed batch draws, for every request, what it would draw alone."""
 
+import inspect
+
 import pytest
 import sgl_kernel  # noqa: F401  registers torch.ops.sgl_kernel
 import torch
 from scipy import stats
 from sgl_kernel import plain
 
+SAMPLER = "sglang.srt.layers.sampler"
 ALL = 1 << 30
 ERROR_RATE = 1e-4
 SHARES = torch.tensor([0.0, 0.4, 0.05, 0.25, 0.0, 0.1, 0.2, 0.0])
@@ -72,24 +75,39 @@ def test_a_coin_at_either_end_draws_a_token_with_a_probability(monkeypatch):
         {"sampling_seed": torch.tensor([5]), "positions": torch.tensor([1])},
         {"need_min_p_sampling": True},
         {"return_filtered_probs": True},
+        {"top_ks": torch.tensor([3]), "max_top_k": 3},
     ],
     ids=str,
 )
-def test_what_it_does_not_know_goes_to_sglang_whole(options):
+def test_what_it_does_not_know_goes_to_sglang_whole(sglang, options):
+    theirs = sglang(SAMPLER).top_k_top_p_min_p_sampling_from_probs_torch
     given = {}
 
-    def keep(*arguments):
-        given.update(zip(plain.PARAMETERS.split(), arguments, strict=True))
+    def keep(*arguments, **named):
+        bound = inspect.signature(theirs).bind(*arguments, **named)  # raises where SGLang would not take it
+        bound.apply_defaults()
+        given.update(bound.arguments)
         return "theirs"
 
-    arguments = {"need_min_p_sampling": False, "sampling_seed": None, "positions": None} | options
     ones = torch.ones(1)
-    assert plain.sampler_of(keep)(SHARES[None], ones * 1, ones, ones * 0, **arguments) == "theirs"
+    arguments = dict.fromkeys(["need_min_p_sampling", "return_filtered_probs"], False)
+    arguments |= {"probs": SHARES[None], "top_ks": ones.int(), "top_ps": ones, "min_ps": ones * 0}
+    arguments |= {"sampling_seed": None, "positions": None, "max_top_k": None} | options
+    assert plain.sampler_of(keep)(**arguments) == "theirs"
+    assert given.keys() == arguments.keys() == set(plain.PARAMETERS.split())
     assert all(given[name] is value for name, value in arguments.items())
 
 
+def test_min_p_is_cut_by_sglang(sglang):
+    theirs = sglang(SAMPLER).top_k_top_p_min_p_sampling_from_probs_torch
+    torch.manual_seed(3)
+    ones = torch.ones(500)
+    found = plain.sampler_of(theirs)(SHARES.expand(500, -1).clone(), ones * ALL, ones, ones * 0.6, True, None, None)
+    assert set(found.tolist()) == {1, 3}
+
+
 def test_sglangs_own_sampler_takes_the_requests_that_are_cut(sglang):
-    theirs = sglang("sglang.srt.layers.sampler").top_k_top_p_min_p_sampling_from_probs_torch
+    theirs = sglang(SAMPLER).top_k_top_p_min_p_sampling_from_probs_torch
     torch.manual_seed(2)
     top_ks, top_ps = torch.tensor([1, ALL, 3] * 500), torch.ones(1500)
     found = plain.sampler_of(theirs)(

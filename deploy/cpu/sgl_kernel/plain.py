@@ -24,6 +24,7 @@ def sampler_of(original):
         need_min_p_sampling,
         sampling_seed,
         positions,
+        *,
         return_filtered_probs=False,
         max_top_k=None,
     ):
@@ -33,8 +34,8 @@ def sampler_of(original):
         whole = (top_ks >= probs.shape[-1]) & (top_ps >= 1.0)
         if not plain or not (greedy | whole).any():
             return original(
-                probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, return_filtered_probs,
-                max_top_k,
+                probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions,
+                return_filtered_probs=return_filtered_probs, max_top_k=max_top_k,
             )  # fmt: skip
         ids = torch.empty(len(probs), dtype=torch.int32)
         ids[greedy] = probs[greedy].argmax(-1).int()
