@@ -41,6 +41,9 @@ examples:
 what the numbers mean:
   acceptance length      1 + accepted draft tokens / verify steps, over the sums of all answers; the token that the
                          target adds to each step is included, so 1.00 means that the drafter earns nothing
+                         in brackets its 95 % interval: another set of such prompts would give a figure within it
+  differences            between two drafters on the same prompts, by a paired bootstrap over prompts within their
+                         categories; p is adjusted for the number of pairs (Holm)
   without loops          the same without answers that repeat themselves (of 32 tokens or more, fewer than 0.7 of
                          the 4-grams distinct): loops are easy to guess and flatter every drafter
   accepted up to         for each draft position, the share of all steps that accepted it and all before it

@@ -31,6 +31,8 @@ def grids(report: Report) -> list[Grid]:
     if not ok:
         return []
     tables = [_summary(report, ok), _speed(report, ok)]
+    if report.get("comparisons"):
+        tables.append(_differences(report["comparisons"]))
     categories = list(dict.fromkeys(name for variant in ok for name in variant["categories"]))
     speculating = [variant for variant in ok if "acceptance_length" in variant]
     if speculating and len(categories) > 1:
@@ -66,7 +68,7 @@ def _summary(report: Report, variants: Sequence[Mapping[str, Any]]) -> Grid:
             (
                 variant["drafter"],
                 str(variant.get("draft_tokens", NOT_DEFINED)),
-                _number(variant.get("acceptance_length"), 3),
+                _with_interval(variant),
                 _number(variant.get("acceptance_length_no_loops"), 3),
                 _series(variant.get("full_acc")),
                 _series(variant.get("cond_acc")),
@@ -76,6 +78,21 @@ def _summary(report: Report, variants: Sequence[Mapping[str, Any]]) -> Grid:
             )
         )
     return Grid("Acceptance", columns, tuple(rows))
+
+
+def _differences(comparisons: Sequence[Mapping[str, Any]]) -> Grid:
+    rows = tuple(
+        (
+            f"{each['b']} against {each['a']}",
+            f"{each['delta_acceptance_length']:+.3f}",
+            f"{each['ci95'][0]:+.3f} to {each['ci95'][1]:+.3f}",
+            f"{each['p_adjusted']:.3f}",
+            f"x{each['speedup']:.2f}",
+        )
+        for each in comparisons
+    )
+    columns = ("acceptance length of", "difference", "95 % interval", "p, adjusted", "tokens/s")
+    return Grid("Differences, prompt by prompt", columns, rows)
 
 
 def _speed(report: Report, variants: Sequence[Mapping[str, Any]]) -> Grid:
@@ -160,6 +177,14 @@ def _equal(report: Report, variant: Mapping[str, Any]) -> str:
     if "greedy_equal" not in variant:
         return "baseline" if variant["drafter"] == report["provenance"].get("baseline") else NOT_DEFINED
     return f"{variant['greedy_equal']['equal']} of {variant['greedy_equal']['total']}"
+
+
+def _with_interval(variant: Mapping[str, Any]) -> str:
+    value = _number(variant.get("acceptance_length"), 3)
+    if "acceptance_length_ci95" not in variant:
+        return value
+    low, high = variant["acceptance_length_ci95"]
+    return f"{value} ({low:.3f} to {high:.3f})"
 
 
 def _number(value: float | None, digits: int) -> str:

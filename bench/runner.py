@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 
+from bench.evidence import comparisons, has_interval, interval
 from bench.load import Answer, Block, Endpoint, LoadError, Sampling, send_block, warm_up
 from bench.progress import Progress
 from drafter.acceptance import acceptance_length, add_histograms, cond_acc, flatness, full_acc
@@ -138,6 +139,7 @@ def build_report(plan: Plan, variants: Sequence[Variant], created: str) -> Repor
     """The report of variants that were measured, the baseline first."""
     ran = [variant for variant in variants if variant.error is None]
     target = plan.profile.target.model_dump(exclude_none=True)
+    entries = [_entry(plan, variant, variants[0]) for variant in variants]
     return {
         "format": FORMAT,
         "created": created,
@@ -153,7 +155,8 @@ def build_report(plan: Plan, variants: Sequence[Variant], created: str) -> Repor
             ),
             "baseline": variants[0].name,
         },
-        "variants": [_entry(plan, variant, variants[0]) for variant in variants],
+        "variants": entries,
+        "comparisons": comparisons(entry for entry in entries if entry["status"] == "ok"),
     }
 
 
@@ -196,6 +199,8 @@ def _entry(plan: Plan, variant: Variant, baseline: Variant) -> dict[str, Any]:
         for repeat, block in enumerate(variant.blocks)
         for answer in block.answers
     ]
+    if has_interval(entry):
+        entry["acceptance_length_ci95"] = interval(entry)
     return entry
 
 

@@ -65,6 +65,7 @@ DEFINED_KEYS: dict[str, Kinds] = {
     "full_acc": (list,),
     "cond_acc": (list,),
     "flatness": NUMBER,
+    "acceptance_length_ci95": (list,),
     "ttft_ms_p50": NUMBER,
     "tpot_ms_p50": NUMBER,
     "itl_ms_p99": NUMBER,
@@ -79,6 +80,16 @@ REQUEST_KEYS: dict[str, Kinds] = {
     "ttft_s": NUMBER,
     "looping": (bool,),
     "output_sha256": (str,),
+}
+
+
+COMPARISON_KEYS: dict[str, Kinds] = {
+    "a": (str,),
+    "b": (str,),
+    "delta_acceptance_length": NUMBER,
+    "ci95": (list,),
+    "p_adjusted": NUMBER,
+    "speedup": NUMBER,
 }
 
 
@@ -146,6 +157,8 @@ def check_report(report: Any, what: str = "the report") -> None:
             _check_measured(variant, where)
         else:
             raise ReportError(f"{where}: 'status' is {variant['status']!r}, expected 'ok' or 'failed'.")
+    for index, comparison in enumerate(report.get("comparisons", [])):
+        _check_keys(comparison, COMPARISON_KEYS, f"{what}: comparisons[{index}]")
 
 
 def _check_measured(variant: Any, where: str) -> None:

@@ -77,6 +77,15 @@ def test_the_rows(report: dict[str, Any]):
     assert categories.rows == (("a|b [red]", "3.00", "-"),)
 
 
+def test_intervals_and_differences(report: dict[str, Any]):
+    report["variants"][1]["acceptance_length_ci95"] = [2.25, 2.44449]
+    compared = {"a": "x", "b": "y", "delta_acceptance_length": -0.1234, "ci95": [-0.2, 0.05], "p_adjusted": 0.0312}
+    report["comparisons"] = [compared | {"speedup": 0.987}]
+    acceptance, _, differences, _ = grids(report)
+    assert acceptance.rows[1][2] == "2.346 (2.250 to 2.444)"
+    assert differences.rows == (("y against x", "-0.123", "-0.200 to +0.050", "0.031", "x0.99"),)
+
+
 def test_there_is_no_ratio_without_the_baseline(report: dict[str, Any]):
     report["variants"][0] = {"status": "failed", "drafter": "none", "error": "x"}
     assert grids(report)[1].rows[0][:3] == ("a|b [red]", "35.0", "-")

@@ -82,9 +82,20 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 
 def test_keys_of_later_work_are_let_through():
     report = honest()
-    report["comparisons"] = [{"a": "none", "b": "d"}]
-    report["variants"][1]["acceptance_length_ci95"] = [2.0, 2.5]
+    report["verdict"] = {"decision": "promote"}
+    report["variants"][1]["by_answer_position"] = [2.0, 2.5]
     module.check_report(report)
+
+
+@pytest.mark.parametrize("missing", ["a", "b", "delta_acceptance_length", "ci95", "p_adjusted", "speedup"])
+def test_a_comparison_is_whole(missing: str):
+    report = honest()
+    whole = {"a": "c", "b": "d", "delta_acceptance_length": 0.1, "ci95": [0.0, 0.2], "p_adjusted": 0.04, "speedup": 1.1}
+    report["comparisons"] = [whole]
+    module.check_report(report)
+    report["comparisons"] = [whole, {name: value for name, value in whole.items() if name != missing}]
+    with pytest.raises(ReportError, match=rf"comparisons\[1\] has no '{missing}'"):
+        module.check_report(report)
 
 
 def test_a_report_that_breaks_the_schema_is_not_written(tmp_path: Path):

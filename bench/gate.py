@@ -1,0 +1,250 @@
+"""python -m bench.gate REPORT --policy FILE: may this drafter be promoted? Yes, not yet, or no, with the reasons.
+
+A report is evidence about what was measured and nothing else, so one that was simulated, mixes engines, or is about
+weights that have changed since is refused before any figure is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bench.evidence import counted, has_interval
+from bench.stats import Counts, acceptance_length, difference, holm
+from drafter.checkpoint.folder import DrafterError, read_folder
+from drafter.report import Report, ReportError, read_report
+
+Decision = Literal["promote", "hold", "reject"]
+EXIT_CODES: dict[Decision, int] = {"promote": 0, "hold": 3, "reject": 4}
+TEXT = """\
+policy, as TOML; every key is optional but `drafter`:
+  drafter = "new"                 the variant that is to be promoted
+  incumbent = "old"               what it has to beat (default: nothing but no speculation)
+  min_acceptance_length = 1.8     without looping answers; the whole interval must lie above it
+  margin = 0.02                   how much acceptance length it may lose against the incumbent
+  min_speedup = 1.05              tokens/s against no speculation, in the same report
+  min_speedup_vs_incumbent = 1.0
+  must_not_lose = ["coding"]      categories in which it may not be worse than the incumbent (or "all")
+  min_greedy_equal = 1.0          share of answers equal to plain decoding, asked for in float32 alone
+
+exit codes: 0 promote, 3 hold (not enough evidence), 4 reject, 1 the report is refused, 2 usage
+"""
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be meant, or that this report cannot answer."""
+
+
+class Policy(BaseModel):
+    """What a drafter must show. See TEXT."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    drafter: str
+    incumbent: str | None = None
+    min_acceptance_length: Annotated[float, Field(ge=1)] | None = None
+    margin: Annotated[float, Field(ge=0)] = 0.0
+    min_speedup: Annotated[float, Field(gt=0)] = 1.0
+    min_speedup_vs_incumbent: Annotated[float, Field(gt=0)] | None = None
+    must_not_lose: list[str] | Literal["all"] = []
+    min_greedy_equal: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what it says for the drafter, and why."""
+
+    decision: Decision
+    reason: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worst of the findings decides: one rejection rejects, one hold holds."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def decision(self) -> Decision:
+        found = {finding.decision for finding in self.findings}
+        return "reject" if "reject" in found else "hold" if "hold" in found else "promote"
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict as a report carries it, with what each check said."""
+        decisive = [each.reason for each in self.findings if each.decision == self.decision]
+        checks = [{"decision": each.decision, "reason": each.reason} for each in self.findings]
+        return {"decision": self.decision, "reasons": decisive, "checks": checks}
+
+
+def read_policy(file: Path) -> Policy:
+    """Raises PolicyError."""
+    try:
+        return Policy(**tomllib.loads(file.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PolicyError(f"policy {file} cannot be read ({error}).") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise PolicyError(f"policy {file}: {key}: {first['msg'].lower()} (see --help for the keys).") from None
+
+
+def judge(report: Report, policy: Policy) -> Verdict:
+    """Hold a report against a policy. Raises PolicyError where it has not what the policy asks of it, ReportError where
+    it is no evidence."""
+    check_evidence(report)
+    new, plain = _variant(report, policy.drafter), _variant(report, "none")
+    if not has_interval(new):
+        raise PolicyError(f"{policy.drafter!r} has no acceptance length in this report: it did not speculate.")
+    findings = [_speed(new, plain, policy.min_speedup)]
+    if policy.min_acceptance_length is not None:
+        findings.append(_floor(new, policy.min_acceptance_length))
+    if new["dtype"] == "float32" and new["temperature"] == 0:
+        findings.append(_equal(new, policy.min_greedy_equal))
+    if policy.incumbent is not None:
+        old = _variant(report, policy.incumbent)
+        findings += _against(new, old, policy)
+        if policy.min_speedup_vs_incumbent is not None:
+            findings.append(_speed(new, old, policy.min_speedup_vs_incumbent))
+    return Verdict(tuple(findings))
+
+
+def check_evidence(report: Report) -> None:
+    """Raise ReportError unless the report is evidence: measured, on one engine, of weights that are still the same."""
+    if report["simulated"]:
+        raise ReportError("the report was simulated: the engine was told how many tokens to accept. Measure again.")
+    if report["provenance"]["engine_env"] != "ours":
+        raise ReportError(
+            "the engine was started by others, so faked acceptance cannot be excluded: let the bench start it."
+        )
+    ok = [variant for variant in report["variants"] if variant["status"] == "ok"]
+    for key in ("engine_version", "dtype", "temperature", "max_tokens", "concurrency", "thinking"):
+        values = {json.dumps(variant[key]) for variant in ok}
+        if len(values) > 1:
+            raise ReportError(f"the variants were measured with {key} {' and '.join(sorted(values))}: measure alike.")
+    for variant in ok:
+        sha256, path = variant.get("drafter_sha256"), _drafter_path(variant["flags"])
+        if sha256 is None or path is None or not path.is_dir():
+            continue
+        try:
+            found = read_folder(path).sha256
+        except DrafterError as error:
+            raise ReportError(f"the drafter that was measured is broken now: {error}") from None
+        if found != sha256:
+            raise ReportError(f"{path} has sha256 {found}, {sha256} was measured: it has changed since. Measure again.")
+
+
+def _drafter_path(flags: Sequence[str]) -> Path | None:
+    flag = "--speculative-draft-model-path"
+    return Path(flags[flags.index(flag) + 1]) if flag in flags[:-1] else None
+
+
+def _variant(report: Report, name: str) -> Mapping[str, Any]:
+    named = {variant["drafter"]: variant for variant in report["variants"]}
+    if name not in named:
+        raise PolicyError(f"the report has no variant {name!r}, only {', '.join(named)}: measure it beside the others.")
+    found: Mapping[str, Any] = named[name]
+    if found["status"] != "ok":
+        raise PolicyError(f"variant {name!r} failed: {found['error'].splitlines()[0]}")
+    return found
+
+
+def _speed(new: Mapping[str, Any], old: Mapping[str, Any], least: float) -> Finding:
+    ratio = new["tokens_per_second"] / old["tokens_per_second"]
+    reason = f"tokens/s x{ratio:.2f} against {old['drafter']}, at least x{least:.2f} is asked for"
+    return Finding("promote" if ratio >= least else "reject", reason)
+
+
+def _floor(new: Mapping[str, Any], least: float) -> Finding:
+    calm = {**new, "requests": [request for request in new["requests"] if not request["looping"]]}
+    if not has_interval(calm) or not any(sum(request["histogram"]) for request in calm["requests"]):
+        return Finding("hold", "too few answers without loops to know the acceptance length")
+    counts, _, categories = counted(calm)
+    found = acceptance_length(counts, categories)
+    reason = f"acceptance length {found.value:.3f} ({found.low:.3f} to {found.high:.3f}) without loops, floor {least:g}"
+    return Finding("promote" if found.low >= least else "reject" if found.high < least else "hold", reason)
+
+
+def _equal(new: Mapping[str, Any], least: float) -> Finding:
+    equal = new.get("greedy_equal")
+    if equal is None:
+        return Finding("hold", "its answers were not compared with plain decoding: measure with --baseline none")
+    share = equal["equal"] / equal["total"]
+    reason = f"{equal['equal']} of {equal['total']} greedy answers equal plain decoding, {least:.0%} are asked for"
+    return Finding("promote" if share >= least else "reject", reason)
+
+
+def _against(new: Mapping[str, Any], old: Mapping[str, Any], policy: Policy) -> list[Finding]:
+    """Acceptance against the incumbent: in all, and in each category that may not lose."""
+    if not has_interval(old):
+        raise PolicyError(f"the incumbent {policy.incumbent!r} did not speculate: leave `incumbent` out.")
+    (mine, prompts, categories), (theirs, others, _) = counted(new), counted(old)
+    if prompts != others:
+        raise PolicyError(f"{policy.drafter!r} and {policy.incumbent!r} answered different prompts: measure together.")
+    whole = difference(theirs, mine, categories)
+    findings = [_no_worse("acceptance length", whole.value, whole.low, whole.high, policy.margin)]
+    names = sorted(set(categories)) if policy.must_not_lose == "all" else policy.must_not_lose
+    unknown = set(names) - set(categories)
+    if unknown:
+        raise PolicyError(f"must_not_lose names {sorted(unknown)}, the report has {sorted(set(categories))}.")
+    parts = {}
+    for name in names:
+        kept = [place for place, each in enumerate(categories) if each == name]
+        if len(kept) < 2:
+            findings.append(Finding("hold", f"{name}: one prompt says nothing about others"))
+            continue
+        before, after = (Counts(each.accepted[kept], each.steps[kept]) for each in (theirs, mine))
+        parts[name] = difference(before, after, [name] * len(kept))
+    adjusted = holm({name: each.p for name, each in parts.items()})
+    for name, each in parts.items():
+        lost = each.value < -policy.margin and adjusted[name] < 0.05
+        reason = f"{name}: {each.value:+.3f} acceptance length (p {adjusted[name]:.3f} over {len(parts)} categories)"
+        findings.append(Finding("reject" if lost else "promote", reason))
+    return findings
+
+
+def _no_worse(what: str, value: float, low: float, high: float, margin: float) -> Finding:
+    reason = f"{what} {value:+.3f} ({low:+.3f} to {high:+.3f}) against the incumbent, {-margin:+.3f} is allowed"
+    return Finding("promote" if low >= -margin else "reject" if high < -margin else "hold", reason)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(
+        prog="gate", description=__doc__, epilog=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    top.add_argument("report", type=Path, metavar="REPORT", help="report.json of bench/accept_len.py")
+    top.add_argument("--policy", type=Path, required=True, metavar="FILE", help="what is asked for, as TOML")
+    top.add_argument("--json", action="store_true", help="print the verdict as one JSON object, and nothing else")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Judge, say why, and return the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        verdict = judge(read_report(args.report), read_policy(args.policy))
+    except PolicyError as error:
+        print(f"gate: {error}", file=sys.stderr)
+        return 2
+    except ReportError as error:
+        print(f"gate: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(verdict.as_json()))
+    else:
+        print(verdict.decision)
+        for finding in verdict.findings:
+            print(f"  {finding.decision:8} {finding.reason}")
+    return EXIT_CODES[verdict.decision]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

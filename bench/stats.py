@@ -1,0 +1,141 @@
+"""Is one drafter better than another, or was it the prompts? Paired cluster bootstrap of a ratio of sums.
+
+A prompt is a cluster: all verify steps of its answers are drawn together, since they are alike. Both variants are drawn
+with the same prompts, so what is hard for both cancels out. Categories are strata: each keeps its number of prompts.
+P prompts, R resamplings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Floats = NDArray[np.float64]
+
+RESAMPLINGS = 4_000
+CONFIDENCE = 0.95
+
+
+class StatsError(ValueError):
+    """Figures that nothing can be said of: what was found, and what it takes."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a variant did with each prompt, over its answers: accepted draft tokens and verify steps, float64 [P]."""
+
+    accepted: Floats
+    steps: Floats
+
+    def __post_init__(self) -> None:
+        if self.accepted.shape != self.steps.shape or self.accepted.ndim != 1 or not len(self.steps):
+            raise StatsError(f"counts of {self.accepted.shape} and {self.steps.shape} are no row a prompt.")
+        if (self.steps < 0).any() or (self.accepted < 0).any() or not self.steps.sum() > 0:
+            raise StatsError("there is no verify step to count: did the variant speculate?")
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + accepted / steps, over the sums."""
+        return float(1 + self.accepted.sum() / self.steps.sum())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95 % interval and the bootstrap's standard error."""
+
+    value: float
+    low: float
+    high: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """`value` = acceptance length of b less that of a. p: two-sided, of no difference."""
+
+    p: float
+
+    @property
+    def called(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low > 0 or self.high < 0
+
+
+def resample(categories: Sequence[str], resamplings: int, seed: int) -> Floats:
+    """How often each prompt is drawn, [R, P]: in each category as many draws, with replacement, as it has prompts."""
+    random = np.random.default_rng(seed)
+    drawn = np.zeros((resamplings, len(categories)))
+    names = np.array(categories)
+    for name in sorted(set(categories)):
+        members = np.flatnonzero(names == name)
+        share = np.full(len(members), 1 / len(members))
+        drawn[:, members] = random.multinomial(len(members), share, size=resamplings)
+    return drawn
+
+
+def acceptance_length(
+    counts: Counts, categories: Sequence[str], *, seed: int = 0, resamplings: int = RESAMPLINGS
+) -> Estimate:
+    """Acceptance length with its interval. `categories`: one name a prompt. Raises StatsError."""
+    _check(categories, counts)
+    drawn = _lengths(counts, resample(categories, resamplings, seed))
+    return Estimate(counts.acceptance_length, *_interval(drawn), float(drawn.std(ddof=1)))
+
+
+def difference(
+    a: Counts, b: Counts, categories: Sequence[str], *, seed: int = 0, resamplings: int = RESAMPLINGS
+) -> Difference:
+    """b less a on the same prompts. Raises StatsError."""
+    _check(categories, a, b)
+    draws = resample(categories, resamplings, seed)
+    drawn = _lengths(b, draws) - _lengths(a, draws)
+    below, above = int((drawn <= 0).sum()), int((drawn >= 0).sum())
+    p = min(1.0, 2 * (min(below, above) + 1) / (resamplings + 1))
+    value = b.acceptance_length - a.acceptance_length
+    return Difference(value, *_interval(drawn), float(drawn.std(ddof=1)), p)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """p-values adjusted for being several (S. Holm, 1979): each holds for the whole family at its level."""
+    adjusted, highest = {}, 0.0
+    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p))
+        adjusted[name] = highest
+    return {name: adjusted[name] for name in p_values}
+
+
+def prompts_needed(found: Difference, prompts: int, wanted: float = 0.05, power: float = 0.8) -> int:
+    """Prompts in all with which a true difference of `wanted` would be called in `power` of all trials.
+
+    From the standard error at `prompts`, which falls with their square root, for the two-sided level of 5 %:
+    n = prompts * ((z_a + z_b) error / wanted)^2. Raises StatsError.
+    """
+    if wanted <= 0 or not 0 < power < 1:
+        raise StatsError(f"a difference of {wanted} at a power of {power} cannot be asked for: both lie above 0.")
+    z = stats.norm.ppf(1 - (1 - CONFIDENCE) / 2) + stats.norm.ppf(power)
+    return math.ceil(prompts * (float(z) * found.error / wanted) ** 2)
+
+
+def _lengths(counts: Counts, draws: Floats) -> Floats:
+    """The acceptance length of each resampling, [R]; 1 where one has drawn no verify step."""
+    steps = draws @ counts.steps
+    return 1 + np.divide(draws @ counts.accepted, steps, out=np.zeros_like(steps), where=steps > 0)
+
+
+def _interval(drawn: Floats) -> tuple[float, float]:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _check(categories: Sequence[str], *variants: Counts) -> None:
+    for counts in variants:
+        if len(counts.steps) != len(categories):
+            raise StatsError(f"{len(counts.steps)} prompts were counted but {len(categories)} categories are named.")
+    if len(categories) < 2:
+        raise StatsError("one prompt says nothing about others: measure at least two.")
