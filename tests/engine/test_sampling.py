@@ -21,6 +21,7 @@ from drafter.acceptance import acceptance_length
 from server.config import load_profile
 from server.engine import Engine
 from tests.engine.conftest import EnginePool
+from tests.engine.profiles import profile_text
 from tests.tiny import TinyPair
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -41,7 +42,7 @@ class Kind:
 
     drafter: str = "none"
     options: dict[str, int] = field(default_factory=dict)
-    flags: str = ""
+    flags: tuple[str, ...] = ()
     how: tuple[str, ...] = tuple(HOW)
 
 
@@ -51,7 +52,7 @@ SPECULATIVE = {
     "ngram": Kind("ngram"),
 }
 # SGLang's own switch to trade exactness for speed: every child is taken with its probability divided by 0.97.
-LOSSY = Kind("mha_perfect", {"num_steps": 3}, '"--speculative-accept-threshold-acc", "0.97"', ("temperature",))
+LOSSY = Kind("mha_perfect", {"num_steps": 3}, ("--speculative-accept-threshold-acc", "0.97"), ("temperature",))
 KINDS = {"none": Kind(), **SPECULATIVE, "lossy": LOSSY}  # in the order of their start
 # The chance that a right engine fails any comparison of this file, and of each: transformers with every kind, plain
 # decoding with every speculative one.
@@ -128,12 +129,11 @@ def drawn(
     """`drawn["chain"].result()["top-p"]`: that kind's continuations. All kinds start at once, as lanes become free."""
     engines.stop()
     folder = tmp_path_factory.mktemp("sampling")
-    text = engines.profile(pair, RUNNING).source.read_text()
 
     def samples_of(name: str) -> dict[str, Samples]:
         kind = KINDS[name]
         file = folder / f"{name}.toml"
-        file.write_text(text.replace("[engine]", f"[engine]\nextra_args = [{kind.flags}]"))
+        file.write_text(profile_text(pair, RUNNING, kind.flags))
         drafter = str(pair.drafters[kind.drafter]) if kind.drafter in pair.drafters else kind.drafter
         kind_of_engine = Unchecked if kind.flags else Engine
         with kind_of_engine(load_profile(file), drafter, run_dir=folder / name, **kind.options) as engine:
