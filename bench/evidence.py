@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import Any
 
@@ -44,15 +44,9 @@ def comparisons(variants: Iterable[Variant]) -> list[dict[str, Any]]:
 
     p_adjusted holds for all of them together (Holm). speedup: b's tokens/s over a's.
     """
-    pairs = [
-        (a, b)
-        for a, b in combinations([variant for variant in variants if has_interval(variant)], 2)
-        if _prompts(a) == _prompts(b)
-    ]
-    found = []
-    for a, b in pairs:
-        (counts_a, _, categories), (counts_b, _, _) = counted(a), counted(b)
-        found.append(difference(counts_a, counts_b, categories))
+    rows = [(variant, *counted(variant)) for variant in variants if has_interval(variant)]
+    pairs = [(a, b) for a, b in combinations(rows, 2) if a[2] == b[2]]
+    found = [difference(a[1], b[1], a[3]) for a, b in pairs]
     adjusted = holm({str(place): each.p for place, each in enumerate(found)})
     return [
         {
@@ -63,9 +57,5 @@ def comparisons(variants: Iterable[Variant]) -> list[dict[str, Any]]:
             "p_adjusted": adjusted[str(place)],
             "speedup": b["tokens_per_second"] / a["tokens_per_second"],
         }
-        for place, ((a, b), each) in enumerate(zip(pairs, found, strict=True))
+        for place, (((a, *_), (b, *_)), each) in enumerate(zip(pairs, found, strict=True))
     ]
-
-
-def _prompts(variant: Variant) -> Sequence[str]:
-    return counted(variant)[1]
