@@ -13,7 +13,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from drafter.data.conversations import Conversation
 from drafter.data.generate import (
     BYTES_A_TOKEN,
     Endpoint,
@@ -36,8 +35,9 @@ examples:
   python -m drafter generate --url … --model … --target DIR --out mt_bench.jsonl --prompts mt_bench --past 8
 
 Serve the target without a drafter for this, so that the data depend on none. Run the same command again to go on
-after an interruption. What is left out, and counted: prompts without an end, with placeholders, or of a benchmark;
-answers that are short, that loop, or that hold a benchmark's text (8 words in a row).
+after an interruption. A prompt that finds no end is cut after its last whole sentence, an answer that loops before the
+loop. What is left out, and counted: prompts without a whole sentence, with placeholders, or of a benchmark; answers
+that are short, that loop from the first, or that hold a benchmark's text (8 words in a row).
 """
 
 
@@ -56,19 +56,18 @@ def add_generate(commands: Any) -> None:
     add("--key-file", type=Path, metavar="FILE", help="the engine's keys (as `python -m server engine` prints it)")
     add("--target", type=Path, required=True, metavar="DIR", help="the target's folder, for its chat template")
     add("--out", type=Path, required=True, metavar="FILE", help="conversations, as JSON lines; appended to")
-    add("--count", type=_count, metavar="N", help="conversations in all (default: an answer to each prompt)")
+    add("--count", type=_count, metavar="N", help="conversations in all; with --prompts: prompts (default: each)")
     add("--prompts", metavar="SETS", help="answer these (files, or bundled sets) instead of the target's own prompts")
     add("--openers", type=Path, metavar="FILE", help=r"how its own prompts begin, one a line (\n is a line break)")
     add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
     add("--prompt-tokens", type=_count, default=96, metavar="N", help="longest prompt of its own (default: 96)")
     add(
-        "--temperature",
-        type=_temperature,
-        default=0.7,
-        metavar="T",
-        help="of answers that are not greedy (default: 0.7)",
+        "--temperatures",
+        type=_temperatures,
+        default=(0.0, 0.7),
+        metavar="T,T",
+        help="each prompt is answered once at each of these; 0 is greedy (default: 0,0.7)",
     )
-    add("--greedy-share", type=_share, default=0.6, metavar="S", help="share of greedy answers (default: 0.6)")
     add(
         "--past", type=_past, default=0, metavar="N", help="for `evaluate`: greedy, and N tokens past each answer's end"
     )
@@ -88,14 +87,14 @@ def run_generate(args: argparse.Namespace) -> int:
         raise GenerateError("how many conversations? Give --count, or --prompts with a set to answer.")
     if args.count is not None and prompts:
         prompts = prompts[: args.count]
+    temperatures = (0.0,) if args.past else args.temperatures
     plan = Plan(
-        count=len(prompts) or args.count,
+        count=len(prompts) * len(temperatures) or args.count,
         prompts=prompts,
         openers=read_openers(args.openers) if args.openers else ("",),
         max_tokens=args.max_tokens,
         prompt_tokens=args.prompt_tokens,
-        temperature=args.temperature,
-        greedy_share=args.greedy_share,
+        temperatures=temperatures,
         past=args.past,
         concurrency=args.concurrency,
         seed=args.seed,
@@ -133,9 +132,9 @@ async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> 
         )
     with tqdm(total=plan.count, initial=there, unit="conv", file=sys.stderr, disable=None, mininterval=1.0) as bar:
 
-        def progress(conversation: Conversation | None, writer: Writer) -> None:
+        def progress(kept: int, writer: Writer) -> None:
             bar.set_postfix_str(f"{writer.tokens:,} tokens, {writer.rejected.total()} left out", refresh=False)
-            bar.update(conversation is not None)
+            bar.update(kept)
 
         return await generate(endpoint, template, plan, overlap, out, progress)
 
@@ -183,18 +182,11 @@ def _past(text: str) -> int:
     return int(text)
 
 
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of 0 or more")
-    return value
+def _temperatures(text: str) -> tuple[float, ...]:
+    values = tuple(_number(part) for part in text.split(","))
+    if not all(0 <= value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of finite numbers of 0 or more")
+    return values
 
 
 def _number(text: str) -> float:
