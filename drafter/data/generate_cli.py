@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from drafter.arguments import key_headers, number, whole
 from drafter.data.generate import (
     BYTES_A_TOKEN,
     Endpoint,
@@ -56,11 +56,11 @@ def add_generate(commands: Any) -> None:
     add("--key-file", type=Path, metavar="FILE", help="the engine's keys (as `python -m server engine` prints it)")
     add("--target", type=Path, required=True, metavar="DIR", help="the target's folder, for its chat template")
     add("--out", type=Path, required=True, metavar="FILE", help="conversations, as JSON lines; appended to")
-    add("--count", type=_count, metavar="N", help="conversations in all; with --prompts: prompts (default: each)")
+    add("--count", type=whole(), metavar="N", help="conversations in all; with --prompts: prompts (default: each)")
     add("--prompts", metavar="SETS", help="answer these (files, or bundled sets) instead of the target's own prompts")
     add("--openers", type=Path, metavar="FILE", help=r"how its own prompts begin, one a line (\n is a line break)")
-    add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
-    add("--prompt-tokens", type=_count, default=96, metavar="N", help="longest prompt of its own (default: 96)")
+    add("--max-tokens", type=whole(), default=256, metavar="N", help="longest answer (default: 256)")
+    add("--prompt-tokens", type=whole(), default=96, metavar="N", help="longest prompt of its own (default: 96)")
     add(
         "--temperatures",
         type=_temperatures,
@@ -69,16 +69,20 @@ def add_generate(commands: Any) -> None:
         help="each prompt is answered once at each of these; 0 is greedy (default: 0,0.7)",
     )
     add(
-        "--past", type=_past, default=0, metavar="N", help="for `evaluate`: greedy, and N tokens past each answer's end"
+        "--past",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="for `evaluate`: greedy, N tokens past each answer's end",
     )
-    add("--concurrency", type=_count, default=64, metavar="N", help="conversations at a time (default: 64)")
+    add("--concurrency", type=whole(), default=64, metavar="N", help="conversations at a time (default: 64)")
     add("--seed", type=int, default=0, metavar="N", help="another seed writes other conversations (default: 0)")
     add("--json", action="store_true", help="print the outcome as one JSON object on stdout, and nothing else there")
     command.set_defaults(run=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Write the conversations. Raises GenerateError, ConversationError or PromptError."""
+    """Write the conversations. Raises GenerateError, KeyFileError, ConversationError or PromptError."""
     check_out(args.out)
     prompts = load_prompts(args.prompts) if args.prompts else []
     if args.prompts is None and args.past:
@@ -99,7 +103,7 @@ def run_generate(args: argparse.Namespace) -> int:
         concurrency=args.concurrency,
         seed=args.seed,
     )
-    endpoint = Endpoint(args.url.rstrip("/"), args.model, read_key(args.key_file))
+    endpoint = Endpoint(args.url.rstrip("/"), args.model, key_headers(args.key_file))
     outcome = asyncio.run(_generate(endpoint, plan, args.target, args.out))
     if args.json:
         print(json.dumps(outcome.__dict__))
@@ -159,38 +163,5 @@ def read_openers(file: Path) -> Sequence[str]:
     return openers
 
 
-def read_key(file: Path | None) -> dict[str, str]:
-    """The header that an engine's key file asks for. Raises GenerateError."""
-    if file is None:
-        return {}
-    try:
-        keys = json.loads(file.read_text("utf-8"))
-        return {"authorization": f"Bearer {keys['api-key']}"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GenerateError(f"--key-file: {file} holds no key ({error}).") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _past(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
 def _temperatures(text: str) -> tuple[float, ...]:
-    values = tuple(_number(part) for part in text.split(","))
-    if not all(0 <= value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of finite numbers of 0 or more")
-    return values
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan  # lies in no range
+    return tuple(number()(part) for part in text.split(","))

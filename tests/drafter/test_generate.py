@@ -217,7 +217,7 @@ def test_a_busy_engine_is_asked_again(endpoint: FakeEndpoint, out: Path, tmp_pat
         (["--count", "2", "--past", "4"], "--past is for the prompts of a set"),
         ([], "how many conversations? Give --count"),
         (["--count", "2", "--openers", "nowhere.txt"], "--openers: nowhere.txt cannot be read"),
-        (["--count", "2", "--key-file", "nowhere.yaml"], "--key-file: nowhere.yaml holds no key"),
+        (["--count", "2", "--key-file", "nowhere.yaml"], "--key-file: nowhere.yaml cannot be read"),
         (["--prompts", "nowhere.jsonl"], "is neither bundled nor a file"),
     ],
 )
