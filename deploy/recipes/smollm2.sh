@@ -6,6 +6,8 @@
 #
 # WORK is where everything goes: conversations, shards, the run, and in the end run/drafter, a folder that serves:
 #   make serve DRAFTER=$WORK/run/drafter
+# The committed drafter was trained on conversations that are committed too:
+#   CONVERSATIONS=deploy/recipes/smollm2/written/seed-1.jsonl.gz deploy/recipes/smollm2.sh
 # For another target: PROFILE (with [capture]), and PROMPTS where the target cannot write its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -15,10 +17,11 @@ WORK=${WORK:-${EYAS_HOME:-$HOME/.local/share/eyas}/runs/smollm2-recipe}
 PROMPTS=${PROMPTS:-}
 OPENERS=${OPENERS:-deploy/recipes/smollm2/openers.txt}
 HELD_OUT=${HELD_OUT:-mt_bench,humaneval}
+read -ra CONVERSATIONS <<< "${CONVERSATIONS:-$WORK/train.jsonl}"
 if [[ ${QUICK:-} ]]; then
   COUNT=${COUNT:-64} HELD_COUNT=${HELD_COUNT:-8} TOKENS=${TOKENS:-96} VOCAB=${VOCAB:-4096} TRAIN=${TRAIN:---minutes 2}
 else
-  COUNT=${COUNT:-12000} HELD_COUNT=${HELD_COUNT:-244} TOKENS=${TOKENS:-224} VOCAB=${VOCAB:-16384}
+  COUNT=${COUNT:-12000} HELD_COUNT=${HELD_COUNT:-244} TOKENS=${TOKENS:-224} VOCAB=${VOCAB:-12288}
   TRAIN=${TRAIN:---minutes 120}
 fi
 mkdir -p "$WORK"
@@ -32,7 +35,7 @@ once() {  # each step that has ended leaves a mark, so that the engine is not st
 
 step "1. The target writes conversations: prompts of its own, and its answers, greedy and at a temperature"
 if [[ $PROMPTS ]]; then ask=(--prompts "$PROMPTS"); else ask=(--openers "$OPENERS"); fi
-once wrote-train engine --drafter none -- \
+[[ ${CONVERSATIONS[0]} != "$WORK/train.jsonl" ]] || once wrote-train engine --drafter none -- \
   "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
   --out "$WORK/train.jsonl" --count "$COUNT" --max-tokens "$TOKENS" "${ask[@]}"
 
@@ -42,15 +45,16 @@ once wrote-held engine --drafter none -- \
   --out "$WORK/held.jsonl" --prompts "$HELD_OUT" --count "$HELD_COUNT" --max-tokens 128 --past 8
 
 step "3. Which tokens may be drafted"
-once vocabulary "$PY" -m drafter vocab --conversations "$WORK/train.jsonl" --held-out "$WORK/held.jsonl" \
+once vocabulary "$PY" -m drafter vocab "${CONVERSATIONS[@]/#/--conversations=}" --held-out "$WORK/held.jsonl" \
   --target "$target" --size "$VOCAB" --out "$WORK/vocab.safetensors"
 
 step "4. The engine reads the conversations, and writes down what it would feed a drafter"
-for part in train held; do
-  once "captured-$part" engine --capture "$WORK/spool" -- \
-    "$PY" -m drafter capture "$WORK/$part.jsonl" --url '{url}' --key-file '{key_file}' \
-    --dir "$WORK/spool" --out "$WORK/shards-$part"
-done
+capture() {
+  once "captured-$1" engine --capture "$WORK/spool" -- \
+    "$PY" -m drafter capture "${@:2}" --url '{url}' --key-file '{key_file}' --dir "$WORK/spool" --out "$WORK/shards-$1"
+}
+capture train "${CONVERSATIONS[@]}"
+capture held "$WORK/held.jsonl"
 
 step "5. Training"
 if [[ ! -d $WORK/run/drafter ]]; then
