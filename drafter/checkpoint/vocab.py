@@ -104,6 +104,15 @@ class DraftVocab:
         return cls(np.sort(np.concatenate([wanted, others])).astype(np.int64), len(counts))
 
     @classmethod
+    def from_ids(cls, ids: Ids, target_vocab_size: int) -> tuple[DraftVocab, Ids]:
+        """Distinct target ids [U] in any order, and which of them each row is: target_ids = ids[order], int64 [U].
+
+        Rows of an lm_head that lie in the order of `ids` are moved by the same `order`. Raises VocabError.
+        """
+        order = np.argsort(ids, kind="stable").astype(np.int64)
+        return cls(ids[order], target_vocab_size), order
+
+    @classmethod
     def from_tensors(cls, d2t: Ids, t2d: NDArray[np.bool_] | None, target_vocab_size: int) -> DraftVocab:
         """A drafter folder's map: offsets [U], and membership [V] where it has one. Raises VocabError."""
         vocab = cls(d2t.astype(np.int64) + np.arange(len(d2t)), target_vocab_size)
