@@ -128,7 +128,7 @@ def _open(file: Path) -> tuple[dict[str, Any], np.ndarray]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         ends = [_checked_end(entry) for entry in header.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise TensorFileError(f"{file} has a broken safetensors header ({error}): make it again.") from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
