@@ -61,8 +61,9 @@ class ReadMap:
 def read_map(path: Path, map_format: str | None = None, target_vocab_size: int | None = None) -> ReadMap:
     """The map in a drafter folder, a .safetensors file with d2t, or a file of ids (a JSON list, or one a line).
 
-    `map_format` ("offset" or "absolute") decides how a d2t without t2d is read; None decides by evidence. `target_vocab_size` is V
-    for a file that does not say; it must agree with one that does. No weight is read. Raises VocabError.
+    `map_format` ("offset" or "absolute") decides how a d2t without t2d is read; None decides by evidence.
+    `target_vocab_size` is V for a file that does not say; it must agree with one that does. No weight is read. Raises
+    VocabError.
     """
     assert map_format in (None, *MAP_FORMATS), map_format
     given = {"the target": target_vocab_size}
