@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drafter.data.tensorfile import Span, TensorFileError, tensor_bytes, tensor_names, tensor_spans
+from drafter.data.tensorfile import Span, TensorFileError, span_chunks, tensor_names, tensor_spans
+from drafter.report import file_sha256
 
 TARGET_HASHES = ("config_sha256", "tokenizer_sha256", "lm_head_sha256")
 TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
@@ -27,31 +28,29 @@ def target_identity(folder: Path) -> dict[str, str]:
     The first two are over a file's bytes (TOKENIZERS names the files, the first that exists counts), the last over the
     bytes of the output head's tensor, which is the embedding where the two are tied. Raises TargetError.
     """
-    config_file = folder / "config.json"
-    try:
-        raw = config_file.read_bytes()
-    except OSError as error:
-        raise TargetError(
-            f"{config_file} cannot be read ({error.strerror}): give the folder that holds the target's weights."
-        ) from None
-    try:
-        config = json.loads(raw)
-        tied = _is_tied(config)
-    except (ValueError, AttributeError):
-        raise TargetError(f"{config_file} is no model's configuration: give the folder with the target.") from None
-    tokenizer = next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
-    if tokenizer is None:
+    if _tokenizer(folder) is None and (folder / "config.json").exists():
         raise TargetError(f"{folder} has none of {', '.join(TOKENIZERS)}: copy the target's tokenizer into it.")
+    return {name: found for name, found in target_hashes(folder).items() if found is not None}
+
+
+def target_hashes(folder: Path) -> dict[str, str | None]:
+    """`target_identity` of a folder that may lack a tokenizer, whose hash is then None. Raises TargetError."""
+    head, tokenizer = output_head(folder), _tokenizer(folder)
+    digest = hashlib.sha256()
     try:
-        head = _find_head(folder, tied)
-        head_sha256 = hashlib.sha256(tensor_bytes(head.file, head.name)).hexdigest()
+        for chunk in span_chunks(head):
+            digest.update(chunk)
     except TensorFileError as error:
         raise TargetError(str(error)) from None
     return {
-        "config_sha256": hashlib.sha256(raw).hexdigest(),
-        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
-        "lm_head_sha256": head_sha256,
+        "config_sha256": file_sha256(folder / "config.json"),
+        "tokenizer_sha256": None if tokenizer is None else file_sha256(tokenizer),
+        "lm_head_sha256": digest.hexdigest(),
     }
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    return next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
 def _is_tied(config: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ safetensors' own numpy reader knows no bfloat16, and torch must not be needed to
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from drafter.data.tensorwriter import Part, write_parts
 
+CHUNK_BYTES = 8 * 1024 * 1024  # read or written at once where a tensor passes through
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # safetensors' own limit
 NUMPY_TYPES: dict[str, type] = {
     "BOOL": np.bool_,
@@ -89,11 +90,18 @@ def file_metadata(file: Path) -> dict[str, str]:
     return _read_header(file)[1]
 
 
-def tensor_bytes(file: Path, name: str) -> memoryview:
-    """One tensor's bytes as they lie in the file, whatever its type. Raises TensorFileError."""
-    header, data_U = _open(file)
-    begin, end = header[name]["data_offsets"]
-    return data_U[begin:end].data
+def span_chunks(span: Span) -> Iterator[memoryview]:
+    """A tensor's bytes as they lie in the file, whatever its type, through one buffer of CHUNK_BYTES."""
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, span.nbytes)))
+    with span.file.open("rb", buffering=0) as stream:
+        stream.seek(span.begin)
+        left = span.nbytes
+        while left:
+            count = stream.readinto(buffer[: min(len(buffer), left)])
+            if not count:
+                raise TensorFileError(f"{span.file} became shorter while it was read.")
+            left -= count
+            yield buffer[:count]
 
 
 def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> str:
