@@ -1,4 +1,4 @@
-"""The vocabulary's catastrophe in miniature, on the real engine: a wrong map serves at length 1, the remap mends it."""
+"""Remapped drafters on the real engine: there and back accepts the same, and a scrambled map is mended."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def scrambled(source: Path, folder: Path) -> Path:
     """The drafter with its map in another order: the same tokens, each row another one. Legal to any static check."""
     folder.mkdir()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-    ids = np.random.default_rng(5).permutation(read_map(source).target_ids)
+    before = read_map(source).target_ids
+    ids = np.random.default_rng(5).permutation(before)
+    assert (ids == before).mean() < 0.05
     tensors = map_tensors(source / "model.safetensors") | {"d2t": ids - np.arange(len(ids))}
     write_tensors(folder / "model.safetensors", tensors)
     return folder
@@ -68,7 +70,7 @@ def scrambled(source: Path, folder: Path) -> Path:
 def served(
     engines: EnginePool, tiny: Callable[[str], TinyPair], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str, Callable[[TinyPair, Path, Path], Path] | None], list[list[int]]]:
-    """`served(target, drafter, change)`: a drafter's histograms, or those of what `change(pair, drafter, folder)` made."""
+    """`served(target, drafter, change)`: histograms, of what `change(pair, drafter, folder)` made where given."""
     known: dict[object, list[list[int]]] = {}
 
     def serve(
@@ -97,11 +99,6 @@ def there_and_back(pair: TinyPair, source: Path, folder: Path) -> Path:
     return remap(pair, folder / "large", source, folder / "back")
 
 
-def spoilt(pair: TinyPair, source: Path, folder: Path) -> Path:
-    """With a scrambled d2t."""
-    return scrambled(source, folder / "spoilt")
-
-
 def mended(pair: TinyPair, source: Path, folder: Path) -> Path:
     """With a scrambled d2t, remapped by the map that its rows were trained under."""
     old = folder / "trained.safetensors"
@@ -118,10 +115,7 @@ def test_there_and_back_accepts_the_same(served: Callable[..., list[list[int]]],
     assert served(target, drafter, there_and_back) == before
 
 
-def test_a_scrambled_map_serves_at_length_one_and_the_remap_brings_it_back(
-    served: Callable[..., list[list[int]]],
-) -> None:
+def test_a_scrambled_map_is_mended(served: Callable[..., list[list[int]]]) -> None:
+    """That it serves at length 1 as it is, and that the engine says nothing, is in test_probe.py."""
     target, drafter = DRAFTERS[0]
-    length = acceptance_length(add_histograms(served(target, drafter, spoilt)))  # it starts, and nothing is said
-    assert length is not None and length < 1.1
     assert served(target, drafter, mended) == served(target, drafter)
