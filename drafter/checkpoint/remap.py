@@ -105,6 +105,10 @@ def open_source(path: Path) -> Source:
             config, vocab_hash = dict(identity["config"]), str(identity["vocab_hash"])
         except (ValueError, LookupError, TypeError) as error:
             raise RemapError(f"{checkpoint} does not say what run it is of ({error!r:.80}): train it again.") from None
+        if identity.get("parent"):
+            raise RemapError(
+                f"{path} went on from {identity['parent']}, whose map it takes: remap that, and `train --from` it anew."
+            )
     else:
         files = sorted(path.glob("*.safetensors"))
         if not path.is_dir() or not files:

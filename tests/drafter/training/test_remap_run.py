@@ -11,10 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafter.__main__ import main
+from drafter.checkpoint.maps import read_map
 from drafter.checkpoint.vocab import DraftVocab
+from drafter.data.shards import open_shards
+from drafter.training.documents import Documents
+from drafter.training.initial import Shape, drafter_config, new_drafter
 from drafter.training.model import Eagle3
 from drafter.training.runstate import Progress, load_run, load_tensors, save_run, save_tensors
+from drafter.training.target import load_target
+from drafter.training.train import Options, Run
 from tests.drafter.training.random_drafter import H, V, config, drafter
+from tests.drafter.training.shard_folder import write_shards
 
 HEAD = "lm_head.weight"
 
@@ -125,6 +132,50 @@ def test_a_runs_map_must_be_the_one_it_was_trained_under(tmp_path: Path, run, ca
     assert main(command(tmp_path, "--rows-vocab", str(tmp_path / "other.safetensors"))) == 1
     assert f"trained under the vocabulary {model.vocab.hash[:16]}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_went_on_from_a_drafter_is_none_of_its_own(tmp_path: Path, run, capsys) -> None:
+    model, optimizer = run(False)
+    verifier_of(tmp_path / "verifier")
+    file = tmp_path / "run" / "checkpoint.safetensors"
+    save_run(file, model, optimizer, Progress(step=3), identity(model) | {"parent": "drafters/a"})
+    assert main(command(tmp_path, "--rows-vocab", str(tmp_path / "old.safetensors"))) == 1
+    assert "went on from drafters/a" in capsys.readouterr().err
+
+
+def test_the_trainer_goes_on_with_what_was_moved(tmp_path: Path, llama, spoken) -> None:
+    """The real trainer on the tiny Llama: its head learns, its vocabulary changes half-way, and it takes the run up."""
+    target = load_target(llama.target)
+    shards = write_shards(tmp_path / "shards", spoken, llama)
+    old, _ = read_map(llama.drafters["mha_perfect"]).sorted()
+    absent = np.setdiff1d(np.arange(llama.vocab_size), old.target_ids)
+    new = DraftVocab(np.sort(np.concatenate([old.target_ids[5:], absent[:20]])), llama.vocab_size)
+    for name, vocab in (("old", old), ("new", new)):
+        vocab.save(tmp_path / f"{name}.safetensors")
+
+    def begin(vocab: DraftVocab, out: Path) -> Run:
+        model = new_drafter(drafter_config(target, list(llama.layer_ids), vocab, Shape()), vocab, target, 0)
+        documents = Documents(open_shards(shards), target, 0.2, 2048, out)
+        options = Options(steps=6, batch_tokens=200, ttt_steps=2, eval_every=3, eval_documents=4, head_from=0.0)
+        return Run(model, documents, target, options, out, {"vocab_hash": vocab.hash, "parent": None})
+
+    first = begin(old, tmp_path / "run")
+    first.start()
+    first.train(stop_after=4)
+    call = ["remap", str(tmp_path / "run"), "--vocab", str(tmp_path / "new.safetensors"), "--rows-vocab"]
+    call += [str(tmp_path / "old.safetensors"), "--verifier", str(llama.target), "--init", "verifier"]
+    assert main([*call, "--out", str(tmp_path / "out")]) == 0
+    again = begin(new, tmp_path / "out")
+    again.start()
+    assert again.progress.step == 4
+    moments = again.optimizer.state[again.model.lm_head.weight]["exp_avg_sq"]
+    rows = old.rows[new.target_ids]
+    assert torch.equal(
+        moments[rows >= 0], first.optimizer.state[first.model.lm_head.weight]["exp_avg_sq"][rows[rows >= 0]]
+    )
+    assert moments[rows >= 0].any() and not moments[rows < 0].any()
+    again.train()
+    assert again.progress.step == 6 and again.best_weights()[HEAD].shape == (len(new), llama.hidden_size)
 
 
 @pytest.mark.parametrize("facts", [None, {}, {"identity": {}}, {"identity": {"config": 3, "vocab_hash": "a"}}])
