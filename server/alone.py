@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from server.display import StageDisplay
 from server.engine import Engine, EngineError
-from server.serve import speculation_text
+from server.serve import show_findings, speculation_text
 
 POLL_S = 0.2
 COMMAND_GRACE_S = 60.0  # for a command that has been told to end: it may be writing its state
@@ -25,6 +25,7 @@ def run_engine(engine: Engine, command: Sequence[str]) -> int:
     ended = threading.Event()
     engine.on_end = lambda _: ended.set()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    show_findings(engine)
     try:
         with StageDisplay() as display:
             engine.start(display)

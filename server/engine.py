@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from server.launch import (
     CapturePlan,
     build_launch,
     changed_arguments,
+    check_drafter,
     child_environment,
     is_local,
     plan_capture,
@@ -80,6 +81,7 @@ class Engine:
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
+    force: names of checks whose errors are passed over. `findings` holds what the preflight found.
 
     Raises LaunchError or DrafterError for a combination that cannot be served.
     """
@@ -96,11 +98,13 @@ class Engine:
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
+        force: Collection[str] = (),
     ) -> None:
         self.profile = profile
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
+        self.findings = check_drafter(profile, self.drafter, force)
         self.capture: CapturePlan | None = plan_capture(profile, self.drafter, capture_dir) if capture_dir else None
         self.state: State = "new"
         self.detail = ""

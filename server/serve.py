@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Collection
 from types import FrameType
 
 import uvicorn
@@ -17,6 +18,7 @@ from server.config import Profile, ProfileError
 from server.display import StageDisplay
 from server.engine import Engine, EngineError, port_obstacle
 from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
+from server.plan import warned
 
 DRAIN_S = 3  # how long open streams may go on after Ctrl-C
 
@@ -25,8 +27,15 @@ class Terminated(Exception):
     """SIGTERM, as an exception, so that the engine is stopped on the way out."""
 
 
-def serve(profile: Profile, drafter: str | None, host: str | None, port: int | None, version: str) -> int:
-    """Serve until a signal or the engine's end. Returns an exit code."""
+def serve(
+    profile: Profile,
+    drafter: str | None,
+    host: str | None,
+    port: int | None,
+    version: str,
+    force: Collection[str] = (),
+) -> int:
+    """Serve until a signal or the engine's end. `force`: checks to pass over. Returns an exit code."""
     gateway = profile.gateway.model_copy(
         update={"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
     )
@@ -38,7 +47,9 @@ def serve(profile: Profile, drafter: str | None, host: str | None, port: int | N
     if obstacle:
         print(f"eyas: {obstacle}: serving without speculation.", file=sys.stderr)
         drafter = "none"
-    return _Service(Engine(profile, drafter), uvicorn_config(profile, gateway.host, gateway.port), version).run()
+    engine = Engine(profile, drafter, force=force)
+    show_findings(engine)
+    return _Service(engine, uvicorn_config(profile, gateway.host, gateway.port), version).run()
 
 
 def uvicorn_config(profile: Profile, host: str, port: int) -> uvicorn.Config:
@@ -121,6 +132,12 @@ class _Service:
         tail = "\n  ".join(engine.log_tail())
         self.error = f"{engine.detail}. Its last log lines ({engine.log_file}):\n  {tail}"
         self.server.should_exit = True
+
+
+def show_findings(engine: Engine) -> None:
+    """What the preflight warns of, before the engine starts."""
+    for line in warned(engine.findings):
+        print(f"eyas: {line}", file=sys.stderr, flush=True)
 
 
 def speculation_text(drafter: ActiveDrafter) -> str:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.checkpoint.folder import DrafterError, read_folder
+from drafter.checkpoint.folder import DrafterError
 from drafter.checkpoint.manifest import Manifest, file_sha256, read_manifest, to_bf16, write_folder, write_tensors
+from drafter.checkpoint.preflight import read_folder
 from tests.server.drafters import llama_tensors, write_drafter
 
 MANIFEST = Manifest("d", "v", {"name": "t"}, {"layer_ids": [1]}, {"kind": "scratch"}, {"steps": 1})

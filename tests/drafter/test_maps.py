@@ -20,7 +20,7 @@ HERE = Path("map")
 
 def fits(ids: list[int], size: int | None, marked: set[int] | None) -> bool:
     """By hand: distinct, in range, and the tokens that t2d marks."""
-    inside = all(0 <= token and (size is None or token < size) for token in ids)
+    inside = all(token >= 0 and (size is None or token < size) for token in ids)
     return inside and len(set(ids)) == len(ids) and (marked is None or set(ids) == marked)
 
 
