@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from drafter.checkpoint.cli import add_vocab
+from drafter.checkpoint.folder_cli import add_preflight
 from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
 from drafter.training.cli import add_evaluate, add_train
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate):
+    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_preflight):
         add(commands)
     return top
 

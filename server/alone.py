@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from server.display import StageDisplay
 from server.engine import Engine, EngineError
-from server.serve import show_findings, speculation_text
+from server.serve import probe_text, show_findings, speculation_text
 
 POLL_S = 0.2
 COMMAND_GRACE_S = 60.0  # for a command that has been told to end: it may be writing its state
@@ -32,6 +32,8 @@ def run_engine(engine: Engine, command: Sequence[str]) -> int:
         what = speculation_text(engine.drafter)
         if engine.capture:
             what = f"no drafter; layers {engine.capture.layer_ids} go to {engine.capture.folder}"
+        for line in probe_text(engine):
+            print(f"eyas: probe: {line}", file=sys.stderr, flush=True)
         if command:
             print(f"eyas: engine ready with {what}; its log is {engine.log_file}", file=sys.stderr, flush=True)
             code = _run_beside(engine, command, ended)

@@ -18,6 +18,7 @@ from drafter.checkpoint.findings import Finding
 from drafter.checkpoint.folder import DrafterFolder, open_folder
 from drafter.checkpoint.preflight import check_names, preflight, refuse
 from drafter.checkpoint.subject import Deployment, Subject, read_target
+from server import probe
 from server.config import FAKING_ENVIRONMENT, DrafterTable, Profile, resolve_path
 
 SGLANG_VERSION = "0.5.23"
@@ -154,10 +155,10 @@ def resolve_drafter(
 def check_drafter(profile: Profile, drafter: ActiveDrafter, forced: Collection[str] = ()) -> list[Finding]:
     """The preflight of a drafter on this disk, for this profile; a target that is not on this disk is left out.
 
-    `forced` names checks whose errors are passed over. Raises DrafterError for any other error, ValueError for a name
-    that is no check's.
+    `forced` names checks whose errors are passed over, the probe among them, which comes later. Raises DrafterError for
+    any other error, ValueError for a name that is no check's.
     """
-    check_names(forced)
+    check_names([name for name in forced if name != probe.NAME])
     if drafter.folder is None:
         return []
     assert drafter.table

@@ -154,6 +154,14 @@ def speculation_text(drafter: ActiveDrafter) -> str:
             )
 
 
+def probe_text(engine: Engine) -> list[str]:
+    """What the probe found, or why there was none; nothing where nothing was there to probe."""
+    if engine.probe is not None:
+        low = engine.probe.acceptance_length < engine.profile.probe.floor
+        return [engine.probe.text + (f", under the floor of {engine.profile.probe.floor:.2f} (forced)" * low)]
+    return [f"none: {engine.not_probed}"] if engine.drafter.algorithm == "EAGLE3" else []
+
+
 def ready_text(engine: Engine, host: str, port: int, elapsed_s: float) -> str:
     """The lines that say that it serves: URL, a curl to copy, what speculates, what is limited."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
@@ -168,6 +176,7 @@ def ready_text(engine: Engine, host: str, port: int, elapsed_s: float) -> str:
         f"  serves   {engine.served_name} on SGLang {engine.version}, {speculation_text(engine.drafter)}",
         f"  try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'",
     ]
+    lines += [f"  probe    {line}" for line in probe_text(engine)]
     if engine.profile.engine.device == "cpu":
         lines.append(
             "  limits   CPU: correctness and acceptance are real, speed says nothing about a GPU; "

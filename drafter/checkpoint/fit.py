@@ -7,7 +7,8 @@ from typing import Any
 
 from drafter.checkpoint import shapes
 from drafter.checkpoint.findings import Finding, error, info, warning
-from drafter.checkpoint.manifest import read_manifest
+from drafter.checkpoint.manifest import MANIFEST
+from drafter.checkpoint.origin import manifest_of
 from drafter.checkpoint.structure import LAYERS_KEY
 from drafter.checkpoint.subject import Subject
 
@@ -68,11 +69,11 @@ def layers_in_target(subject: Subject) -> Iterator[Finding]:
         "the layers that the drafter was trained on",
         "nothing where they are; a shift by one costs about 0.1 of acceptance length, and only an A/B shows it",
     )
-    manifest = read_manifest(subject.folder.path)
-    trained = ((manifest or {}).get("capture") or {}).get("convention")
+    capture = manifest_of(subject).get("capture")
+    trained = capture.get("convention") if isinstance(capture, dict) else None
     if trained is not None and ids is not None and trained != convention:
         yield error(
-            f"{subject.folder.path / 'eyas.json'} says that the ids {ids} were captured as {trained}, this target "
+            f"{subject.folder.path / MANIFEST} says that the ids {ids} were captured as {trained}, this target "
             f"takes them as {convention}",
             "one convention",
             f"write eagle_config.{LAYERS_KEY} in the target's own convention",
@@ -113,26 +114,24 @@ def rope(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def hashes(subject: Subject) -> Iterator[Finding]:
+def made_for_target(subject: Subject) -> Iterator[Finding]:
     """The drafter's manifest names its target by hash; another tokenizer means other tokens by the same ids."""
     assert subject.target
-    manifest = read_manifest(subject.folder.path)
-    if manifest is None:
+    named = manifest_of(subject).get("target")
+    if not isinstance(named, dict):
         yield info(
-            f"drafter {subject.folder.path} has no eyas.json, so its target is not known by hash",
-            "the target that it was made for",
-            "compare the tokenizers by hand once",
+            f"drafter {subject.folder.path} does not say by hash which target it was made for",
+            "an eyas.json, as a drafter made here has",
+            "compare the two tokenizers once",
         )
         return
-    named = manifest.get("target") if isinstance(manifest.get("target"), dict) else {}
-    assert isinstance(named, dict)
     for key, have, say, what in (
         ("tokenizer_sha256", subject.target.tokenizer_sha256, error, "tokenizer"),
         ("config_sha256", subject.target.config_sha256, warning, "config"),
     ):
         if named.get(key) is not None and have is not None and named[key] != have:
             yield say(
-                f"{subject.folder.path / 'eyas.json'} names a target with the {what} {str(named[key])[:12]}, this "
+                f"{subject.folder.path / MANIFEST} names a target with the {what} {str(named[key])[:12]}, this "
                 f"target's is {have[:12]}",
                 "the target that the drafter was made for",
                 "name that target, or compare the two files",

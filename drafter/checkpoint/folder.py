@@ -50,15 +50,17 @@ class TensorInfo:
 class DrafterFolder:
     """A readable drafter. `sha256` covers config.json and every safetensors file: the drafter's identity.
 
-    `unloaded` are safetensors files that SGLang passes over, `repeated` tensors that more than one loaded file has.
+    `file_sha256` are the hashes that it is made of. `unloaded` are safetensors files that SGLang passes over,
+    `repeated` tensors that more than one loaded file has.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     sha256: str
-    unloaded: tuple[str, ...] = ()
-    repeated: tuple[str, ...] = ()
+    file_sha256: dict[str, str]
+    unloaded: tuple[str, ...]
+    repeated: tuple[str, ...]
 
     @property
     def architecture(self) -> str:
@@ -102,9 +104,9 @@ def _open_folder(path: Path) -> DrafterFolder:
         repeated += [name for name in header if name in tensors]
         tensors |= header
     unloaded = tuple(file.name for file in files if file not in loaded)
-    return DrafterFolder(
-        path, config, tensors, _identity([path / "config.json", *files]), unloaded, tuple(dict.fromkeys(repeated))
-    )
+    hashes = {file.name: _sha256(file) for file in (path / "config.json", *files)}
+    identity = hashlib.sha256("".join(f"{name} {found}\n" for name, found in hashes.items()).encode()).hexdigest()
+    return DrafterFolder(path, config, tensors, identity, hashes, unloaded, tuple(dict.fromkeys(repeated)))
 
 
 def _loaded(path: Path, files: list[Path]) -> list[Path]:
@@ -207,9 +209,6 @@ def _read_object(file: Path, purpose: str) -> dict[str, Any]:
     return found
 
 
-def _identity(files: list[Path]) -> str:
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            total.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -78,7 +78,7 @@ def d2t_reading(subject: Subject) -> Iterator[Finding]:
 
 def d2t_range(subject: Subject) -> Iterator[Finding]:
     """An id outside of the target's vocabulary ends the engine at its first use, or reads other memory."""
-    ids, size = _ids(subject), subject.config["vocab_size"]
+    ids, size = target_ids(subject), subject.config["vocab_size"]
     if ids is not None and (ids.min() < 0 or ids.max() >= size):
         row = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
         yield error(
@@ -91,7 +91,7 @@ def d2t_range(subject: Subject) -> Iterator[Finding]:
 
 def d2t_unique(subject: Subject) -> Iterator[Finding]:
     """Two rows of one token: one of them was trained for another."""
-    ids = _ids(subject)
+    ids = target_ids(subject)
     if ids is not None:
         ordered = np.sort(ids)
         repeated = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -121,7 +121,7 @@ def d2t_placeholder(subject: Subject) -> Iterator[Finding]:
 
 def d2t_order(subject: Subject) -> Iterator[Finding]:
     """SGLang serves rows in any order, but trainers that slice a teacher's logits by t2d assume an ascending one."""
-    ids = _ids(subject)
+    ids = target_ids(subject)
     if ids is not None and len(ids) > 1 and (np.diff(ids) < 0).any():
         yield info(
             f"drafter {subject.folder.path}: the rows of lm_head are not in the order of their target ids "
@@ -141,7 +141,7 @@ def t2d(subject: Subject) -> Iterator[Finding]:
                 f"booleans [{size}], one for each target token",
                 "write it anew from d2t, or leave it out, since SGLang does not read it",
             )
-    marked, ids = _sound_t2d(subject), _ids(subject)
+    marked, ids = _sound_t2d(subject), target_ids(subject)
     if marked is not None and ids is not None and not np.array_equal(np.flatnonzero(marked), np.sort(ids)):
         yield error(
             f"drafter {folder.path}: d2t names {len(ids):,} target tokens and t2d {int(marked.sum()):,}, and they are "
@@ -153,7 +153,7 @@ def t2d(subject: Subject) -> Iterator[Finding]:
 
 def special_tokens(subject: Subject) -> Iterator[Finding]:
     """A special token without a row is never drafted: each costs the rest of the step where the target says it."""
-    ids = _ids(subject)
+    ids = target_ids(subject)
     if subject.target is None or ids is None:
         return
     known = set(ids.tolist())
@@ -191,7 +191,7 @@ def _d2t(subject: Subject) -> Ids | None:
     return None
 
 
-def _ids(subject: Subject) -> Ids | None:
+def target_ids(subject: Subject) -> Ids | None:
     """The target id of each row as SGLang reads the map, int64 [U]."""
     d2t = _d2t(subject)
     return None if d2t is None else d2t + np.arange(len(d2t))

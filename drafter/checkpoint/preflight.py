@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from drafter.checkpoint import fit, mapping, structure, values
+from drafter.checkpoint import fit, mapping, origin, structure, values
 from drafter.checkpoint.findings import Check, Finding, in_the_way, run_checks
 from drafter.checkpoint.folder import DrafterError, DrafterFolder, open_folder
 from drafter.checkpoint.subject import Subject
@@ -28,6 +28,7 @@ OF_THE_FOLDER: tuple[Check[Subject], ...] = (
     Check("remote-code", structure.remote_code),
     Check("links", structure.links),
     Check("files", structure.files),
+    Check("manifest", origin.manifest),
     Check("tensors-missing", structure.tensors_missing, CONFIG),
     Check("tensors-twice", structure.tensors_twice, CONFIG),
     Check("tensors-unexpected", structure.tensors_unexpected, CONFIG),
@@ -41,6 +42,7 @@ OF_THE_FOLDER: tuple[Check[Subject], ...] = (
     Check("d2t-range", mapping.d2t_range, (*MAP, "d2t-reading")),
     Check("d2t-unique", mapping.d2t_unique, (*MAP, "d2t-reading", "d2t-placeholder")),
     Check("d2t-order", mapping.d2t_order, (*MAP, "d2t-range", "d2t-unique")),
+    Check("vocab-hash", origin.vocab_hash, (*MAP, "d2t-range", "d2t-unique")),
     Check("t2d", mapping.t2d, (*MAP, "d2t-reading", "d2t-placeholder", "d2t-range", "d2t-unique")),
 )
 # The numbers in it: every weight is read.
@@ -53,7 +55,7 @@ OF_THE_TARGET: tuple[Check[Subject], ...] = (
     Check("fc-width", fit.fc_width, CONFIG),
     Check("layers-in-target", fit.layers_in_target, CONFIG),
     Check("rope", fit.rope),
-    Check("hashes", fit.hashes),
+    Check("made-for-target", fit.made_for_target),
     Check("special-tokens", mapping.special_tokens, (*MAP, "d2t-reading", "d2t-range", "vocab-size")),
 )
 OF_THE_PROFILE: tuple[Check[Subject], ...] = (
