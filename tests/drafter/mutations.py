@@ -57,7 +57,11 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
 
 def raw(change: Callable[[bytes], bytes], name: str = WEIGHTS) -> Callable[[Path], None]:
     """A change to a file's bytes."""
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return apply
 
 
 def header(change: Callable[[dict], None]) -> Callable[[Path], None]:
@@ -68,6 +72,7 @@ def header(change: Callable[[dict], None]) -> Callable[[Path], None]:
         found = json.loads(data[8 : 8 + length])
         change(found)
         text = json.dumps(found).encode()
+        text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
     return raw(edit)
@@ -364,7 +369,11 @@ def links_out() -> Iterator[Mutation]:
             )
 
     def to(name: str, target: str) -> Callable[[Path], None]:
-        return lambda folder: ((folder / name).unlink(), (folder / name).symlink_to(target)) and None
+        def apply(folder: Path) -> None:
+            (folder / name).unlink()
+            (folder / name).symlink_to(target)
+
+        return apply
 
     yield Mutation("links", "to nowhere", to(WEIGHTS, "/nowhere/at/all"), UNREADABLE)
     yield Mutation("links", "to itself", to(WEIGHTS, WEIGHTS), UNREADABLE)

@@ -34,13 +34,8 @@ from tests.server.drafters import (
 )
 
 ALL = list(mutations())
-KINDS = (
-    ("truncated dtype shape missing extra,swapped maps,absolute NaN duplicates,out of range,header links pickle")
-    .replace(" maps", "_maps")
-    .replace("out of range", "out_of_range")
-    .replace(",", " ")
-    .split()
-)
+KINDS = ("truncated", "dtype", "shape", "missing", "extra", "swapped maps", "absolute", "NaN", "duplicates")
+KINDS += ("out of range", "header", "links", "pickle")
 TARGET = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
@@ -81,7 +76,7 @@ def loaded(folder):
     """What SGLang would load, by the names that it gives the tensors."""
     found = open_folder(folder)
     return {
-        shapes.canonical_name(name, found.architecture): map_tensors(folder / tensor.file, [name])[name]
+        shapes.canonical_name(name, found.architecture): np.array(map_tensors(folder / tensor.file, [name])[name])
         for name, tensor in found.tensors.items()
         if not name.endswith("t2d")
     }
@@ -93,7 +88,7 @@ def test_a_sound_drafter(sound, tmp_path):
 
 
 def test_there_are_enough_of_each_kind():
-    counted = Counter(mutation.kind.replace(" ", "_") for mutation in ALL)
+    counted = Counter(mutation.kind for mutation in ALL)
     assert len(ALL) >= 200
     assert all(counted[kind] >= 5 for kind in KINDS), counted
     assert sum(not mutation.names for mutation in ALL) <= len(ALL) / 10
@@ -121,7 +116,7 @@ def test_a_spoilt_drafter(sound, mutation):
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("kind", sorted({mutation.kind for mutation in ALL}))
+@pytest.mark.parametrize("kind", sorted({mutation.kind for mutation in ALL if mutation.names}))
 def test_the_command_says_it_in_a_line_each(sound, tmp_path, capsys, kind):
     target = write_target(tmp_path / "target")
     mutation = next(mutation for mutation in ALL if mutation.kind == kind and mutation.names)
@@ -211,16 +206,9 @@ def test_the_convention_of_the_manifest(sound, tmp_path):
 
 def test_another_tokenizer(sound, tmp_path):
     target = write_target(tmp_path / "target")
-    (target / "tokenizer.json").write_text(
-        json.dumps(
-            {
-                "added_tokens": [
-                    {"id": int(TARGET_IDS[0]), "content": "<end>", "special": True},
-                    {"id": 1, "content": "<think>", "special": True},
-                ]
-            }
-        )
-    )
+    tokens = [{"id": int(TARGET_IDS[0]), "content": "<end>"}, {"id": 1, "content": "<think>"}]
+    added = {"added_tokens": [token | {"special": True} for token in tokens]}
+    (target / "tokenizer.json").write_text(json.dumps(added))
     facts = read_target(target)
     for named, wrong in ((facts.tokenizer_sha256, False), ("0" * 64, True)):
         (sound / "eyas.json").write_text(json.dumps({"format": 1, "target": {"tokenizer_sha256": named}}))
@@ -381,6 +369,8 @@ def test_any_damaged_byte_is_harmless_or_named(tmp_path, data):
         read_folder(Path(file.parent))
     except DrafterError as refused:
         assert "\n" not in str(refused).strip()
+    else:  # and then it is one to the library that the engine loads it by
+        load_file(file)
 
 
 def test_the_names_are_told_in_the_help(capsys):
@@ -388,4 +378,3 @@ def test_the_names_are_told_in_the_help(capsys):
         main(["preflight", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(name in shown for name in NAMES)
-    assert AUX == 3

@@ -2,8 +2,8 @@
 
 FAKE_SGLANG is a list, with semicolons, of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
 change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
-no token comes), no-plugin (captures nothing), accepts:HISTOGRAM (of each answer, 0,0,9,9 unless told), no-template (chat is refused),
-no-statistics, shake:NAME=JSON (an entry of the capture's handshake).
+no token comes), no-plugin (captures nothing), accepts:HISTOGRAM (of each answer, 0,0,9,9 unless told), no-template
+(chat is refused), no-statistics, shake:NAME=JSON (an entry of the capture's handshake).
 """
 
 import json
