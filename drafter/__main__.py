@@ -6,7 +6,9 @@ import argparse
 import sys
 
 from drafter.checkpoint.cli import add_vocab
+from drafter.checkpoint.diff_cli import add_diff
 from drafter.checkpoint.folder_cli import add_preflight
+from drafter.checkpoint.remap_cli import add_remap
 from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
 from drafter.training.cli import add_evaluate, add_train
@@ -18,6 +20,10 @@ the steps, each resumable by running the same command again:
   capture    an engine reads them, and writes down what it would feed a drafter
   train      the drafter learns to go on as the target does
   evaluate   what an engine would accept of it
+and with drafters of any origin:
+  diff       two draft vocabularies side by side
+  remap      a drafter's rows moved to another vocabulary
+  preflight  what an engine would not tell about a drafter
 The whole way, from an empty folder: deploy/recipes/smollm2.sh
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
@@ -33,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_preflight):
+    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_diff, add_remap, add_preflight):
         add(commands)
     return top
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter.checkpoint.specials import special_ids, target_vocab_size
 from drafter.checkpoint.vocab import DraftVocab, Ids, VocabError
 from drafter.data.conversations import Conversation, read_with_ids
 
@@ -18,8 +19,8 @@ example:
   python -m drafter vocab --conversations train.jsonl --target DIR --size 16384 --out vocab.safetensors
 
 Tokens are counted in answers alone, never in prompts, since only answers are drafted. Ties go to the lower id; the
-tokenizer's special tokens are always in. Coverage on --held-out answers is a hard cap on the first position's
-acceptance: a token outside the vocabulary can never be proposed.
+tokenizer's special tokens are always in, and those for thinking, tools and ends. Coverage on --held-out answers is a
+hard cap on the first position's acceptance: a token outside the vocabulary can never be proposed.
 """
 
 
@@ -94,29 +95,3 @@ def count_tokens(conversations: Iterable[Conversation], vocab_size: int) -> Ids:
             )
         np.add.at(counts, ids, 1)
     return counts
-
-
-def target_vocab_size(folder: Path) -> int:
-    """V of a target folder. Raises VocabError."""
-    config = _read_json(folder / "config.json")
-    try:
-        return int((config.get("text_config") or config)["vocab_size"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise VocabError(f"{folder / 'config.json'} names no vocab_size: is it a target's folder?") from None
-
-
-def special_ids(folder: Path) -> list[int]:
-    """The special tokens of a target's tokenizer, which answers end with or call tools by. Raises VocabError."""
-    file = folder / "tokenizer.json"
-    try:
-        return [int(token["id"]) for token in _read_json(file).get("added_tokens", []) if token.get("special")]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise VocabError(f"{file} has no readable added_tokens: is it a target's folder?") from None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise VocabError(f"{file} cannot be read ({error}): name the target's folder.") from None
-    return found

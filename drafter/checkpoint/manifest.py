@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,17 +14,11 @@ from typing import Any
 import numpy as np
 
 from drafter.checkpoint.folder import DrafterError
+from drafter.data.tensorfile import array_part
+from drafter.data.tensorwriter import sync_folder, write_parts
 from drafter.report import file_sha256
 
 MANIFEST = "eyas.json"
-SAFETENSORS = {"float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
-
-
-@dataclass(frozen=True)
-class Bf16:
-    """bf16 numbers, which numpy has no name for: the same bits as uint16."""
-
-    bits: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -41,48 +37,48 @@ class Manifest:
     training: dict[str, Any]
 
 
-def to_bf16(x: np.ndarray) -> Bf16:
-    """float32 rounded to the nearest bf16, ties to even. NaN and infinities are refused by an assertion."""
-    assert np.isfinite(x).all(), "a weight is not finite"
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return Bf16(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], manifest: Manifest) -> None:
+    """A new drafter folder, complete or not there at all; uint16 is bfloat16.
+
+    Raises DrafterError where `folder` exists already.
+    """
+    parts = [array_part(name, tensor) for name, tensor in tensors.items()]
+    with new_folder(folder) as beside:
+        (beside / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+        write_manifest(beside, manifest, write_parts(beside / "model.safetensors", parts, {"format": "pt"}))
 
 
-def write_tensors(file: Path, tensors: dict[str, np.ndarray | Bf16]) -> None:
-    """A safetensors file (8 bytes of length, a JSON header, the data), written beside and renamed."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, tensor in tensors.items():
-        array = tensor.bits if isinstance(tensor, Bf16) else tensor
-        dtype = "BF16" if isinstance(tensor, Bf16) else SAFETENSORS[array.dtype.name]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
-        at += array.nbytes
-    raw = json.dumps(header).encode()
-    raw += b" " * (math.ceil(len(raw) / 8) * 8 - len(raw))  # data starts at a multiple of eight
-    beside = file.with_name(file.name + ".tmp")
-    with beside.open("wb") as stream:
-        stream.write(len(raw).to_bytes(8, "little") + raw)
-        for tensor in tensors.values():
-            stream.write(np.ascontiguousarray(tensor.bits if isinstance(tensor, Bf16) else tensor).tobytes())
-    beside.replace(file)
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `folder` when the block ends and is removed when it fails or is interrupted.
 
-
-def write_folder(
-    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray | Bf16], manifest: Manifest
-) -> None:
-    """A new drafter folder, complete or not there at all. Raises DrafterError where `folder` exists already."""
+    Raises DrafterError where `folder` exists already.
+    """
     if folder.exists():
         raise DrafterError(f"{folder} exists already: name another folder, or remove it first.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = [parent for parent in folder.absolute().parents if not parent.exists()]
     beside = folder.with_name(folder.name + ".tmp")
-    beside.mkdir(exist_ok=True)
-    write_tensors(beside / "model.safetensors", tensors)
-    (beside / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
+    try:
+        beside.mkdir(parents=True)
+        yield beside
+        beside.rename(folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+    sync_folder(folder.parent)
+
+
+def write_manifest(folder: Path, manifest: Manifest, weights_sha256: str) -> None:
+    """eyas.json beside config.json and model.safetensors, whose hash is known from writing it."""
     whole = {
         "format": 1,
         "name": manifest.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "sha256": {name: file_sha256(beside / name) for name in ("config.json", "model.safetensors")},
+        "sha256": {"config.json": file_sha256(folder / "config.json"), "model.safetensors": weights_sha256},
         "vocab_hash": manifest.vocab_hash,
         "target": manifest.target,
         "capture": manifest.capture,
@@ -91,8 +87,7 @@ def write_folder(
         "reports": [],
         "state": "candidate",
     }
-    (beside / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
-    beside.rename(folder)
+    (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

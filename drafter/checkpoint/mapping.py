@@ -14,12 +14,12 @@ from drafter.checkpoint import shapes
 from drafter.checkpoint.findings import Finding, error, info, warning
 from drafter.checkpoint.folder import DrafterFolder, TensorInfo
 from drafter.checkpoint.maps import read_d2t
+from drafter.checkpoint.specials import COSTS, missing
 from drafter.checkpoint.subject import Subject
 from drafter.checkpoint.vocab import Ids, VocabError
 from drafter.data.tensorfile import map_tensors
 
 INTEGERS = ("I64", "I32")
-SHOWN_TOKENS = 8
 WITH_ITS_MAP = "export it with the map that its lm_head was trained under"
 
 
@@ -156,14 +156,12 @@ def special_tokens(subject: Subject) -> Iterator[Finding]:
     ids = target_ids(subject)
     if subject.target is None or ids is None:
         return
-    known = set(ids.tolist())
-    missing = [text for number, text in sorted(subject.target.special_tokens.items()) if number not in known]
-    if missing:
-        more = f" and {len(missing) - SHOWN_TOKENS} more" if len(missing) > SHOWN_TOKENS else ""
-        yield warning(
-            f"{len(missing)} of {len(subject.target.special_tokens)} special tokens are not in the draft vocabulary "
-            f"({', '.join(missing[:SHOWN_TOKENS])}{more}) and are never drafted: a step ends where the target says one",
-            "those that answers hold (thinking, tool calls, the end)",
+    lacking = missing(subject.target.specials, ids)
+    for kind in dict.fromkeys(special.kind for special in lacking):
+        tokens = [special.token for special in lacking if special.kind == kind]
+        yield (info if kind == "media" else warning)(
+            f"the draft vocabulary lacks {', '.join(tokens)}: {COSTS[kind]}",
+            "the tokens that structure answers to be in it",
             "move the drafter to a vocabulary that has them (`python -m drafter remap`) and train on",
         )
 

@@ -61,8 +61,9 @@ class ReadMap:
 def read_map(path: Path, map_format: str | None = None, target_vocab_size: int | None = None) -> ReadMap:
     """The map in a drafter folder, a .safetensors file with d2t, or a file of ids (a JSON list, or one a line).
 
-    `map_format` ("offset" or "absolute") decides how d2t is read; None decides by evidence. `target_vocab_size` is V
-    for a file that does not say; it must agree with one that does. No weight is read. Raises VocabError.
+    `map_format` ("offset" or "absolute") decides how a d2t without t2d is read; None decides by evidence.
+    `target_vocab_size` is V for a file that does not say; it must agree with one that does. No weight is read. Raises
+    VocabError.
     """
     assert map_format in (None, *MAP_FORMATS), map_format
     given = {"the target": target_vocab_size}
@@ -70,8 +71,8 @@ def read_map(path: Path, map_format: str | None = None, target_vocab_size: int |
         if path.is_dir():
             return _read_folder(path, map_format, given)
         if path.suffix == ".safetensors":
-            return _read_tensors(path, [path], map_format, given, None)
-        return _read_list(path, map_format, given)
+            return _read_tensors(path, [path], map_format, given, whole=False)
+        return _read_list(path, given)
     except TensorFileError as error:
         raise VocabError(str(error)) from None
     except OSError as error:
@@ -90,12 +91,13 @@ def read_d2t(
 ) -> tuple[Ids, str, tuple[str, ...]]:
     """Target ids in file order, the reading that was chosen, and the evidence for it; `source` is for messages alone.
 
-    A reading fits where its ids are distinct, inside the target's vocabulary, and the very ones that t2d marks. Raises
-    VocabError where none fits (or not the one that `map_format` names), and where both do.
+    A reading fits where its ids are distinct, inside the target's vocabulary, and the very ones that t2d marks.
+    `map_format` decides where there is no t2d to do so. Raises VocabError where no reading fits (or not the one that
+    `map_format` names), and where both do.
     """
     readings = {"offset": d2t + np.arange(len(d2t)), "absolute": d2t}
     wrong = {name: _fault(ids, t2d, target_vocab_size) for name, ids in readings.items()}
-    if map_format is not None:
+    if map_format is not None and t2d is None:
         if wrong[map_format]:
             raise VocabError(
                 f"{source}: d2t read as {map_format} {wrong[map_format]}: leave {FLAG} out to have the file decide, "
@@ -216,9 +218,7 @@ def _one_tensor(source: Path, files: Sequence[Path], end: str) -> np.ndarray | N
     return map_tensors(named[0][0], [named[0][1]])[named[0][1]] if named else None
 
 
-def _read_list(file: Path, map_format: str | None, sizes: dict[str, int | None]) -> ReadMap:
-    if map_format is not None:
-        raise VocabError(f"{file} is a list of token ids, which has no map format: leave {FLAG} out.")
+def _read_list(file: Path, sizes: dict[str, int | None]) -> ReadMap:
     raw = file.read_bytes()
     try:
         found = json.loads(raw) if file.suffix == ".json" else [int(word) for word in raw.decode("utf-8").split()]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drafter.checkpoint.folder import DrafterError, DrafterFolder
+from drafter.checkpoint.specials import Special, known_specials, target_specials
+from drafter.checkpoint.vocab import VocabError
 from drafter.data.target import TOKENIZERS
 
 # What SGLang 0.5.23 does with layer ids depends on the target's class: DeepSeek's takes them as inputs of layers
@@ -25,7 +27,7 @@ class TargetFacts:
     architecture: str
     config_sha256: str
     tokenizer_sha256: str | None
-    special_tokens: dict[int, str]
+    specials: list[Special]
 
     def size(self, key: str) -> int | None:
         """A whole number of the config, or None."""
@@ -78,7 +80,7 @@ class Subject:
 
 
 def read_target(folder: Path) -> TargetFacts:
-    """Raises DrafterError where the folder holds no model's config."""
+    """Raises DrafterError where the folder holds no model's config, VocabError where its tokenizer cannot be read."""
     try:
         raw = (folder / "config.json").read_bytes()
         whole = json.loads(raw)
@@ -90,13 +92,15 @@ def read_target(folder: Path) -> TargetFacts:
             str(names[0]),
             hashlib.sha256(raw).hexdigest(),
             _tokenizer_sha256(folder),
-            _special_tokens(folder),
+            _specials(folder, config),
         )
     except OSError as error:
         raise DrafterError(
             f"target {error.filename or folder} cannot be read ({error.strerror}): give the folder that the engine "
             "loads the target from."
         ) from None
+    except VocabError:
+        raise
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         raise DrafterError(
             f"{folder / 'config.json'} is no model's configuration: give the folder that the engine loads the target "
@@ -112,16 +116,8 @@ def _tokenizer_sha256(folder: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file else None
 
 
-def _special_tokens(folder: Path) -> dict[int, str]:
-    """The tokens that a tokenizer names as special, by id: from tokenizer.json, else from tokenizer_config.json."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            continue
-        found = json.loads((folder / name).read_bytes())
-        if name == "tokenizer.json":
-            tokens = [(int(token["id"]), token) for token in found.get("added_tokens") or []]
-        else:
-            tokens = [(int(number), token) for number, token in (found.get("added_tokens_decoder") or {}).items()]
-        if tokens:
-            return {number: str(token.get("content")) for number, token in tokens if token.get("special")}
-    return {}
+def _specials(folder: Path, config: dict[str, Any]) -> list[Special]:
+    """The tokens that structure its answers: by its tokenizer, or by the size of its vocabulary where that is known."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return target_specials(folder)
+    return known_specials(config.get("vocab_size")) or []

@@ -23,7 +23,8 @@ from drafter.data.shards import (
     open_shards,
 )
 from drafter.data.target import TARGET_HASHES
-from drafter.data.tensorfile import sync_folder, write_tensors
+from drafter.data.tensorfile import write_tensors
+from drafter.data.tensorwriter import sync_folder
 from drafter.report import file_sha256
 
 SHARD_BYTES = 256 * 1024 * 1024

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drafter.data.tensorfile import TensorFileError, tensor_bytes, tensor_names
+from drafter.data.tensorfile import Span, TensorFileError, span_chunks, tensor_names, tensor_spans
+from drafter.report import file_sha256
 
 TARGET_HASHES = ("config_sha256", "tokenizer_sha256", "lm_head_sha256")
 TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
@@ -27,30 +28,29 @@ def target_identity(folder: Path) -> dict[str, str]:
     The first two are over a file's bytes (TOKENIZERS names the files, the first that exists counts), the last over the
     bytes of the output head's tensor, which is the embedding where the two are tied. Raises TargetError.
     """
-    config_file = folder / "config.json"
-    try:
-        raw = config_file.read_bytes()
-    except OSError as error:
-        raise TargetError(
-            f"{config_file} cannot be read ({error.strerror}): give the folder that holds the target's weights."
-        ) from None
-    try:
-        config = json.loads(raw)
-        tied = _is_tied(config)
-    except (ValueError, AttributeError):
-        raise TargetError(f"{config_file} is no model's configuration: give the folder with the target.") from None
-    tokenizer = next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
-    if tokenizer is None:
+    if _tokenizer(folder) is None and (folder / "config.json").exists():
         raise TargetError(f"{folder} has none of {', '.join(TOKENIZERS)}: copy the target's tokenizer into it.")
+    return {name: found for name, found in target_hashes(folder).items() if found is not None}
+
+
+def target_hashes(folder: Path) -> dict[str, str | None]:
+    """`target_identity` of a folder that may lack a tokenizer, whose hash is then None. Raises TargetError."""
+    head, tokenizer = output_head(folder), _tokenizer(folder)
+    digest = hashlib.sha256()
     try:
-        head = _head_sha256(folder, tied)
+        for chunk in span_chunks(head):
+            digest.update(chunk)
     except TensorFileError as error:
         raise TargetError(str(error)) from None
     return {
-        "config_sha256": hashlib.sha256(raw).hexdigest(),
-        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
-        "lm_head_sha256": head,
+        "config_sha256": file_sha256(folder / "config.json"),
+        "tokenizer_sha256": None if tokenizer is None else file_sha256(tokenizer),
+        "lm_head_sha256": digest.hexdigest(),
     }
+
+
+def _tokenizer(folder: Path) -> Path | None:
+    return next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
 def _is_tied(config: dict[str, Any]) -> bool:
@@ -58,14 +58,42 @@ def _is_tied(config: dict[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
-def _head_sha256(folder: Path, tied: bool) -> str:
+def output_head(folder: Path) -> Span:
+    """Where the output head of a model folder lies: lm_head.weight, or the embedding where the two are tied.
+
+    A prefix does not matter (Kimi's is language_model.). Of a sharded checkpoint its index and the head's own file are
+    opened, no other. Raises TargetError.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return _find_head(folder, _is_tied(config))
+    except OSError as error:
+        raise TargetError(
+            f"{folder / 'config.json'} cannot be read ({error.strerror}): give the folder that holds the target's "
+            "weights."
+        ) from None
+    except TensorFileError as error:
+        raise TargetError(str(error)) from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, TargetError):
+            raise
+        raise TargetError(
+            f"{folder / 'config.json'} is no model's configuration: give the folder with the target."
+        ) from None
+
+
+def _find_head(folder: Path, tied: bool) -> Span:
     names = _files_by_name(folder)
     for end in ("lm_head.weight", "embed_tokens.weight") if tied else ("lm_head.weight",):
         found = [name for name in names if f".{name}".endswith(f".{end}")]
         if len(found) > 1:
             raise TargetError(f"{folder} has {len(found)} tensors named {end} ({', '.join(found)}), expected one.")
         if found:
-            return hashlib.sha256(tensor_bytes(names[found[0]], found[0])).hexdigest()
+            file = names[found[0]]
+            span = tensor_spans(file).get(found[0])
+            if span is None:
+                raise TargetError(f"{folder / INDEX} says that {found[0]} is in {file.name}, which lacks it.")
+            return span
     raise TargetError(
         f"{folder} has no tensor named lm_head.weight{' or embed_tokens.weight' if tied else ''} in safetensors: "
         "give the folder that holds the target's weights."
@@ -77,7 +105,10 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         try:
             index: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            files = set(index.values())
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise TargetError(f"{folder / INDEX} has no weight_map: copy it again.") from None
+        if any(not isinstance(file, str) or Path(file).name != file for file in files):
+            raise TargetError(f"{folder / INDEX} names a file that is not in its folder: copy it again.")
         return {name: folder / file for name, file in index.items()}
     return {name: file for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)}

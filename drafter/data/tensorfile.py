@@ -6,13 +6,16 @@ safetensors' own numpy reader knows no bfloat16, and torch must not be needed to
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from drafter.data.tensorwriter import Part, write_parts
+
+CHUNK_BYTES = 8 * 1024 * 1024  # read or written at once where a tensor passes through
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # safetensors' own limit
 NUMPY_TYPES: dict[str, type] = {
     "BOOL": np.bool_,
@@ -60,59 +63,87 @@ def tensor_names(file: Path) -> list[str]:
     return list(_open(file)[0])
 
 
-def tensor_bytes(file: Path, name: str) -> memoryview:
-    """One tensor's bytes as they lie in the file, whatever its type. Raises TensorFileError."""
-    header, data_U = _open(file)
-    begin, end = header[name]["data_offsets"]
-    return data_U[begin:end].data
+@dataclass(frozen=True)
+class Span:
+    """Where one tensor lies: `nbytes` of `file` from byte `begin`. dtype: safetensors' name (F32, BF16, I64, ...)."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
 
 
-def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a file beside its place, sync it and rename it; uint16 is written as bfloat16.
+def tensor_spans(file: Path) -> dict[str, Span]:
+    """Every tensor of a file by name, in the order in which they lie there. Raises TensorFileError."""
+    header, _, start = _read_header(file)
+    spans = {}
+    for name, entry in sorted(header.items(), key=lambda named: named[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        spans[name] = Span(file, name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
+    return spans
+
+
+def file_metadata(file: Path) -> dict[str, str]:
+    """The free text of a file's header. Raises TensorFileError."""
+    return _read_header(file)[1]
+
+
+def span_chunks(span: Span) -> Iterator[memoryview]:
+    """A tensor's bytes as they lie in the file, whatever its type, through one buffer of CHUNK_BYTES."""
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, span.nbytes)))
+    with span.file.open("rb", buffering=0) as stream:
+        stream.seek(span.begin)
+        left = span.nbytes
+        while left:
+            count = stream.readinto(buffer[: min(len(buffer), left)])
+            if not count:
+                raise TensorFileError(f"{span.file} became shorter while it was read.")
+            left -= count
+            yield buffer[:count]
+
+
+def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> str:
+    """Write a file beside its place, sync it and rename it; uint16 is written as bfloat16. Returns its sha256.
 
     Raises OSError (a full disk, say); then nothing is left behind.
     """
     # The widest type first keeps every tensor aligned, as safetensors does it.
-    whole = sorted(
-        ((name, np.ascontiguousarray(tensor)) for name, tensor in tensors.items()),
-        key=lambda named: (-named[1].itemsize, named[0]),
-    )
-    header, at = {}, 0
-    for name, tensor in whole:
-        header[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    beside = file.with_name(file.name + ".tmp")
-    try:
-        with beside.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for _, tensor in whole:
-                stream.write(tensor.data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(file.parent)
+    ordered = sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0]))
+    return write_parts(file, [array_part(name, tensor) for name, tensor in ordered])
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder as lasting as the files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    """float32 rounded to the nearest bfloat16, ties to even, as uint16. What is not finite fails an assertion."""
+    assert np.isfinite(x).all(), "a weight is not finite"
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def to_float32(x: np.ndarray) -> np.ndarray:
+    """float32 of a tensor as `map_tensors` gives it, in which uint16 is bfloat16."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32, copy=False)
+
+
+def array_part(name: str, tensor: np.ndarray) -> Part:
+    """A tensor that is in memory; uint16 is bfloat16."""
+    whole = np.ascontiguousarray(tensor)
+    return Part(name, SAFETENSORS_TYPES[whole.dtype], tensor.shape, whole.nbytes, lambda: [whole.data])
 
 
 def _open(file: Path) -> tuple[dict[str, Any], np.ndarray]:
     """The header (without metadata), and the bytes after it."""
+    header, _, start = _read_header(file)
+    if start == file.stat().st_size:
+        return header, np.zeros(0, np.uint8)
+    return header, np.memmap(file, np.uint8, "r", offset=start)
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, str], int]:
+    """The header's tensors, its metadata, and where the data begin; the file is as long as it says."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -126,21 +157,20 @@ def _open(file: Path) -> tuple[dict[str, Any], np.ndarray]:
         raise TensorFileError(f"{file} has {size} bytes and is not safetensors, or is cut short: make it again.")
     try:
         header = json.loads(raw)
-        header.pop("__metadata__", None)
+        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
         ends = [_checked_end(entry) for entry in header.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TensorFileError(f"{file} has a broken safetensors header ({error}): make it again.") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise TensorFileError(f"{file} has a broken safetensors header ({error!s:.200}): make it again.") from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise TensorFileError(f"{file} has {size} bytes, its header says {expected}: it is cut short, make it again.")
-    if expected == 8 + length:
-        return header, np.zeros(0, np.uint8)
-    return header, np.memmap(file, np.uint8, "r", offset=8 + length)
+    return header, metadata, 8 + length
 
 
 def _checked_end(entry: dict[str, Any]) -> int:
-    begin, end = (int(offset) for offset in entry["data_offsets"])
-    shape = [int(size) for size in entry["shape"]]
-    if not 0 <= begin <= end or any(size < 0 for size in shape) or not isinstance(entry["dtype"], str):
+    begin, end = entry["data_offsets"]
+    if not all(type(size) is int and size >= 0 for size in (begin, end, *entry["shape"])):
         raise ValueError(f"{entry} is no tensor")
-    return end
+    if begin > end or not isinstance(entry["dtype"], str):
+        raise ValueError(f"{entry} is no tensor")
+    return int(end)

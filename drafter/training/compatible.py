@@ -33,12 +33,13 @@ def check_shards(shards: ShardFolder, target: Target) -> None:
 def check_drafter(folder: Path, shards: ShardFolder) -> None:
     """Raises TrainingError where the drafter in `folder` was made for another target or other layers than the shards'.
 
-    A foreign folder (without eyas.json) has only its layer ids and its sizes to be judged by.
+    A foreign folder (without eyas.json) has only its layer ids and its sizes to be judged by; a hash that a manifest
+    lacks is not compared.
     """
     manifest, read = read_manifest(folder), read_folder(folder)
     found: dict[str, Any] = {"layer_ids": read.layer_ids, "hidden_size": read.config["hidden_size"]}
     if manifest is not None:
-        found |= {key: manifest["target"].get(key) for key in HASHES} | manifest["capture"]
+        found |= {key: manifest["target"][key] for key in HASHES if key in manifest["target"]} | manifest["capture"]
     for key, value in found.items():
         wanted = shards.manifest["target"][key] if key in HASHES else shards.manifest[key]
         if value != wanted:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter.checkpoint.manifest import Bf16, Manifest, to_bf16, write_folder
+from drafter.checkpoint.manifest import Manifest, write_folder
+from drafter.data.tensorfile import to_bf16
 from drafter.training.model import Eagle3
 
 
@@ -24,7 +25,7 @@ def export(
     Raises DrafterError where `folder` exists.
     """
     half = dtype == torch.bfloat16
-    tensors: dict[str, np.ndarray | Bf16] = {
+    tensors: dict[str, np.ndarray] = {
         name: to_bf16(tensor.numpy()) if half else tensor.numpy() for name, tensor in sorted(weights.items())
     }
     config = model.config | {"torch_dtype": "bfloat16" if half else "float32"}

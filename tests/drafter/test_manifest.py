@@ -8,11 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.checkpoint.folder import DrafterError
-from drafter.checkpoint.manifest import Manifest, file_sha256, read_manifest, to_bf16, write_folder, write_tensors
+from drafter.checkpoint.manifest import Manifest, file_sha256, read_manifest, write_folder
 from drafter.checkpoint.preflight import read_folder
-from tests.server.drafters import llama_tensors, write_drafter
+from drafter.checkpoint.vocab import DraftVocab
+from drafter.data.tensorfile import to_bf16, to_float32, write_tensors
+from tests.server.drafters import TARGET_IDS, VOCAB, llama_tensors, write_drafter
 
-MANIFEST = Manifest("d", "v", {"name": "t"}, {"layer_ids": [1]}, {"kind": "scratch"}, {"steps": 1})
+HASH = DraftVocab(TARGET_IDS, VOCAB).hash
+MANIFEST = Manifest("d", HASH, {"name": "t"}, {"layer_ids": [1]}, {"kind": "scratch"}, {"steps": 1})
 
 
 def test_bf16_is_rounded_as_torch_rounds_it(tmp_path):
@@ -25,6 +28,7 @@ def test_bf16_is_rounded_as_torch_rounds_it(tmp_path):
     assert torch.equal(found["a"], torch.from_numpy(numbers).bfloat16())
     assert torch.equal(found["b"], torch.from_numpy(numbers))
     assert found["c"].tolist() == [True, False]
+    assert np.array_equal(to_float32(to_bf16(numbers)), found["a"].float().numpy())
 
 
 def test_what_is_not_finite_is_no_weight():

@@ -35,14 +35,14 @@ def test_the_reading_is_the_one_that_fits(data: st.DataObject) -> None:
     shifted = [row + token for row, token in enumerate(stored)]
     found = {name: ids for name, ids in (("offset", shifted), ("absolute", stored)) if fits(ids, limit, marked)}
     call = (HERE, np.array(stored), t2d, size if known else None)
-    for name in ("offset", "absolute"):
+    for name in ("offset", "absolute") if t2d is None else ():
         if name in found:
             assert read_d2t(*call, name)[0].tolist() == found[name]
         else:
             with pytest.raises(VocabError, match=f"d2t read as {name}"):
                 read_d2t(*call, name)
     if not found:
-        with pytest.raises(VocabError, match="is no map: read as offset it .*; read as absolute it "):
+        with pytest.raises(VocabError, match=r"is no map: read as offset it .*; read as absolute it "):
             read_d2t(*call)
     elif len(found) == 2 and stored != shifted:
         with pytest.raises(VocabError, match="--map-format offset or --map-format absolute"):
@@ -169,9 +169,3 @@ def test_tensors_that_are_no_map(tmp_path: Path, tensors: dict[str, np.ndarray],
     save_file(tensors, tmp_path / "map.safetensors")
     with pytest.raises(VocabError, match=reason):
         read_map(tmp_path / "map.safetensors")
-
-
-def test_a_list_has_no_format(tmp_path: Path) -> None:
-    (tmp_path / "ids.txt").write_text("1 2")
-    with pytest.raises(VocabError, match="leave --map-format out"):
-        read_map(tmp_path / "ids.txt", "absolute")
