@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,14 @@ ratio_vs_cp: the median over the runs of (seconds of the remap, its process incl
 and fsync of the same drafter), each pair one after the other
 --cold: both sides' files are dropped from the page cache before each measurement; else both are read before
 exit codes: 0 fine, 1 a command failed, 2 usage, 130 interrupted
+"""
+# python -m drafter, which says its own peak at the end: wait4 would count what this process held when it forked.
+REMAP = """\
+import sys
+from drafter.__main__ import main
+code = main(sys.argv[1:])
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM:")), end="", flush=True)
+sys.exit(code)
 """
 BLOCK = 1 << 22  # random numbers that the big tensors repeat
 
@@ -115,7 +124,8 @@ def make(folder: Path, sizes: Sizes) -> Files:
     noise = rng.integers(0, BLOCK - sizes.hidden, sizes.target_vocab)
 
     def verifier_rows(ids: np.ndarray) -> np.ndarray:
-        return block[row[ids, None] + np.arange(sizes.hidden)]
+        found: np.ndarray = block[row[ids, None] + np.arange(sizes.hidden)]
+        return found
 
     def drafter_rows(ids: np.ndarray) -> np.ndarray:
         theirs, other = (
@@ -190,8 +200,8 @@ def measure(files: Files, init: str, cold: bool) -> dict[str, Any]:
     _remove(out)
     _warm(sources, cold)
     begun = time.perf_counter()
-    argv = [sys.executable, "-m", "drafter", "remap", str(files.drafter), "--vocab", str(files.new)]
-    rss, said = _run([*argv, "--verifier", str(files.verifier), "--init", init, "--out", str(out), "--json"])
+    argv = [sys.executable, "-c", REMAP, "remap", str(files.drafter), "--vocab", str(files.new)]
+    said, peak = _run([*argv, "--verifier", str(files.verifier), "--init", init, "--out", str(out), "--json"])
     remapped = time.perf_counter() - begun
     found = json.loads(said)
     size = sum(file.stat().st_size for file in out.iterdir())
@@ -200,22 +210,18 @@ def measure(files: Files, init: str, cold: bool) -> dict[str, Any]:
         "cp_seconds": copied,
         "remap_seconds": remapped,
         "ratio": remapped / copied,
-        "peak_rss_mb": rss,
+        "peak_rss_mb": int(peak.split()[1]) * 1024 / 1e6,
         "bytes": size,
         **{key: found[key] for key in ("kept", "initialised", "dropped", "mean_cosine", "recommended")},
     }
 
 
-def _run(argv: Sequence[str]) -> tuple[float, str]:
-    """(peak resident memory of the process in MB, its stdout)."""
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[1]) as process:
-        assert process.stdout
-        said = process.stdout.read().decode()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise BenchError(f"{argv[0]} ended with {process.returncode}: {' '.join(argv)}")
-    return usage.ru_maxrss * 1024 / 1e6, said
+def _run(argv: Sequence[str]) -> list[str]:
+    """A command's lines on stdout. Raises BenchError where it fails."""
+    done = subprocess.run(argv, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[1], text=True)
+    if done.returncode:
+        raise BenchError(f"{argv[0]} ended with {done.returncode}: {shlex.join(argv)}")
+    return done.stdout.splitlines()
 
 
 def _warm(files: Sequence[Path], cold: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 LOOP_DISTINCT_SHARE = 0.7  # fixed: an answer loops when fewer of its 4-grams than this are distinct
 LOOP_NGRAM = 4
 LOOP_MIN_TOKENS = 32
+LOOP_WINDOW = 64  # tokens in which a loop shows, to find where it starts
 
 Histogram = Sequence[int]
 
@@ -91,6 +92,21 @@ def is_looping(token_ids: Sequence[int]) -> bool:
         return False
     grams = [tuple(token_ids[at : at + LOOP_NGRAM]) for at in range(len(token_ids) - LOOP_NGRAM + 1)]
     return len(set(grams)) < LOOP_DISTINCT_SHARE * len(grams)
+
+
+def before_loop(token_ids: Sequence[int]) -> Sequence[int]:
+    """What of an answer comes before it loops: up to the first 4-gram that was said before in the first LOOP_WINDOW
+    tokens that loop. All of it where nothing loops; nothing where only the whole does."""
+    for start in range(len(token_ids) - LOOP_WINDOW + 1):
+        window = token_ids[start : start + LOOP_WINDOW]
+        if is_looping(window):
+            seen: set[tuple[int, ...]] = set()
+            for at in range(LOOP_WINDOW):
+                gram = tuple(window[at : at + LOOP_NGRAM])
+                if gram in seen:
+                    return token_ids[: start + at]
+                seen.add(gram)
+    return token_ids[:0] if is_looping(token_ids) else token_ids
 
 
 def histogram_of_details(details: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[int]:

@@ -1,9 +1,14 @@
-"""Installs the stand-in, and refuses where a real sgl_kernel belongs: beside a CUDA device or another sgl_kernel."""
+"""Installs the stand-in, and refuses where a real sgl_kernel belongs: beside a CUDA device or another sgl_kernel.
+
+Where a C++ compiler is found, attention is built too (attention.cpp); without one, torch's does, slower.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +17,9 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 PTH = "eyas_cpu_engine.pth"
+SOURCE, LIBRARY = Path("sgl_kernel/attention.cpp"), Path("sgl_kernel/libeyas_attention.so")
+# OpenMP's library is the one that torch has loaded by then.
+FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
 RIVALS = ("sglang-kernel", "sgl-kernel")
 
 
@@ -53,17 +61,32 @@ def refusal(devices=cuda_devices, version_of=installed) -> str | None:
     return None
 
 
+def build_attention(out: Path, compiler: str | None = None) -> bool:
+    """Compile attention.cpp into `out`. False, with a line that says so, where no compiler can."""
+    compiler = compiler or os.environ.get("CXX", "c++")
+    try:
+        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(out)], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[:1]
+        print(f"eyas-cpu-engine: attention goes through torch, {compiler} did not compile it: {said}", file=sys.stderr)
+        return False
+    return True
+
+
 class BuildPy(build_py):
-    """Also puts the .pth beside the modules, and starts from an empty build folder so that no renamed module stays."""
+    """Also puts the compiled attention and the .pth beside the modules; an empty build folder leaves none renamed."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         Path(self.build_lib).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(PTH, Path(self.build_lib) / PTH)
+        self._built = [PTH]
+        if build_attention(Path(self.build_lib) / LIBRARY):
+            self._built.append(str(LIBRARY))
 
     def get_outputs(self, include_bytecode=True):
-        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib) / PTH)]
+        return [*super().get_outputs(include_bytecode), *(str(Path(self.build_lib) / name) for name in self._built)]
 
 
 if __name__ == "__main__":

@@ -105,13 +105,17 @@ def open_source(path: Path) -> Source:
             config, vocab_hash = dict(identity["config"]), str(identity["vocab_hash"])
         except (ValueError, LookupError, TypeError) as error:
             raise RemapError(f"{checkpoint} does not say what run it is of ({error!r:.80}): train it again.") from None
+        if identity.get("parent"):
+            raise RemapError(
+                f"{path} went on from {identity['parent']}, whose map it takes: remap that, and `train --from` it anew."
+            )
     else:
         files = sorted(path.glob("*.safetensors"))
         if not path.is_dir() or not files:
             raise RemapError(f"{path} is no drafter folder with .safetensors files, and no run: name one.")
         config = _read_config(config_file)
     opened = {file: tensor_spans(file) for file in files}
-    heads = [span for spans in opened.values() for name, span in spans.items() if _is(name, HEAD)]
+    heads = [span for spans in opened.values() for name, span in spans.items() if _is_head(name)]
     if len(heads) != len(files) if is_run else len(heads) != 1:
         raise RemapError(
             f"{path} has {len(heads)} tensors named {HEAD}, expected one: a drafter that shares the target's head has "
@@ -186,7 +190,7 @@ def _parts(spans: Sequence[Span], move: Move, init: Init, maps: bool) -> list[Pa
         end = next((end for end in written if _is(span.name, end)), None)
         if end is not None:
             parts.append(array_part(span.name, written.pop(end)))
-        elif _is(span.name, HEAD) and not span.name.startswith(MOMENTS):
+        elif _is_head(span.name):
             parts.append(_moved(span, move, init))
         elif span.name.startswith(MOMENTS) and _is(span.name, HEAD) and span.shape:
             parts.append(_moved(span, move, None))
@@ -225,6 +229,10 @@ def _moved(span: Span, move: Move, init: Init | None) -> Part:
     with Rows(span) as rows:
         shape = (len(move.vocab), rows.width)
         return Part(span.name, span.dtype, shape, len(move.vocab) * rows.row_bytes, chunks)
+
+
+def _is_head(name: str) -> bool:
+    return _is(name, HEAD) and not name.startswith(MOMENTS)
 
 
 def _is(name: str, end: str) -> bool:

@@ -14,7 +14,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
+
+from drafter.data.tensorfile import array_part
+from drafter.data.tensorwriter import write_parts
 
 Ids = NDArray[np.int64]
 
@@ -125,11 +128,10 @@ class DraftVocab:
 
     def save(self, file: Path) -> None:
         """Write d2t and t2d as safetensors, beside `file` first and then renamed. Raises VocabError."""
-        temporary = file.with_name(f"{file.name}.tmp")
+        parts = [array_part("d2t", self.d2t), array_part("t2d", self.t2d)]
         try:
-            save_file({"d2t": self.d2t, "t2d": self.t2d}, temporary, metadata={"vocab_hash": self.hash})
-            temporary.replace(file)
-        except (OSError, SafetensorError) as error:
+            write_parts(file, parts, {"vocab_hash": self.hash})
+        except OSError as error:
             raise VocabError(
                 f"{file} cannot be written ({error}): give a file in a folder that exists and has room."
             ) from None

@@ -8,9 +8,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import orjson
 from tqdm import tqdm
 
+from drafter.arguments import KeyFileError, key_headers, number, whole
 from drafter.data.capture import CONCURRENCY, GB, CaptureError, Estimate, capture, read_conversations
 from drafter.data.shard_writer import SHARD_BYTES
 from drafter.data.shards import ShardError, open_shards
@@ -43,11 +43,14 @@ def add_capture(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "--target", type=Path, metavar="DIR", help="the target's folder (default: as the engine names it)"
     )
     command.add_argument(
-        "--concurrency", type=_positive_int, default=CONCURRENCY, help="requests at once (default: %(default)s)"
+        "--concurrency", type=whole(), default=CONCURRENCY, help="requests at once (default: %(default)s)"
     )
-    command.add_argument("--max-gb", type=_positive_number, help="stop before --out grows larger (10^9 bytes)")
+    command.add_argument("--max-gb", type=number(above=True), help="stop before --out grows larger (10^9 bytes)")
     command.add_argument(
-        "--shard-mb", type=_positive_number, default=SHARD_BYTES / 2**20, help="size of a shard (default: %(default)g)"
+        "--shard-mb",
+        type=number(above=True),
+        default=SHARD_BYTES / 2**20,
+        help="size of a shard (default: %(default)g)",
     )
     command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
     command.set_defaults(run=run_capture)
@@ -62,7 +65,7 @@ def run_capture(arguments: argparse.Namespace) -> int:
                 url=arguments.url,
                 engine_dir=arguments.dir,
                 out=arguments.out,
-                headers=_headers(arguments.key_file),
+                headers=key_headers(arguments.key_file),
                 target=arguments.target,
                 concurrency=arguments.concurrency,
                 max_gb=arguments.max_gb,
@@ -70,7 +73,7 @@ def run_capture(arguments: argparse.Namespace) -> int:
                 on_estimate=display.estimate,
                 on_tokens=display.tokens,
             )
-    except (CaptureError, ShardError, SpoolError) as error:
+    except (CaptureError, KeyFileError, ShardError, SpoolError) as error:
         print(f"eyas: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -124,30 +127,3 @@ class Display:
     def tokens(self, count: int) -> None:
         assert self._bar is not None
         self._bar.update(count)
-
-
-def _headers(key_file: Path | None) -> dict[str, str]:
-    if key_file is None:
-        return {}
-    try:
-        return {"authorization": f"Bearer {orjson.loads(key_file.read_bytes())['api-key']}"}
-    except OSError as error:
-        raise CaptureError(f"key file {key_file} cannot be read ({error.strerror}).") from None
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise CaptureError(f"{key_file} is no engine's key file: give the one that the engine printed.") from None
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return number

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from drafter.acceptance import is_looping
+from drafter.acceptance import before_loop, is_looping
 from drafter.data.conversations import Conversation, read_conversations
 from drafter.data.overlap import Overlap
 from drafter.data.prompts import Prompt
@@ -34,6 +34,7 @@ MIN_PROMPT_WORDS = 4
 # sort the whole vocabulary for every request of the batch, which was half of the time of a step.
 PROMPT_TEMPERATURE = 0.8
 MIN_ANSWER_TOKENS = 8
+SENTENCE_END = re.compile(r"[.?!:](?=\s)|\n")
 PLACEHOLDER = re.compile(r"\[[A-Za-z][^\]\n]{2,40}\](?!\()|(?<!\w)<[A-Z][A-Za-z _]{2,30}>|\{\{.*?\}\}|_{4,}")
 
 
@@ -89,8 +90,8 @@ class Plan:
     """What is to be written.
 
     prompts: to be answered, in turn; where there are none the target writes its own, each beginning with one of
-    `openers` (an empty one leaves the beginning open too). greedy_share of the answers are greedy, the others at
-    `temperature`. past: so many tokens are generated after the answer's end, which a walk needs; then all is greedy.
+    `openers` (an empty one leaves the beginning open too). Each prompt is answered once at each of `temperatures`.
+    past: so many tokens are generated after the answer's end, which a walk of greedy answers needs.
     """
 
     count: int
@@ -98,8 +99,7 @@ class Plan:
     openers: Sequence[str] = ("",)
     max_tokens: int = 256
     prompt_tokens: int = 96
-    temperature: float = 0.7
-    greedy_share: float = 0.6
+    temperatures: Sequence[float] = (0.0, 0.7)
     past: int = 0
     concurrency: int = 64
     seed: int = 0
@@ -119,14 +119,22 @@ def check_prompt(text: str, overlap: Overlap) -> None:
         raise Rejected("prompt of a benchmark")
 
 
-def check_answer(answer_ids: Sequence[int], text: str, overlap: Overlap) -> None:
-    """Raise Rejected unless an answer is worth learning from."""
-    if len(answer_ids) < MIN_ANSWER_TOKENS:
-        raise Rejected("answer too short")
-    if is_looping(answer_ids):
-        raise Rejected("answer that loops")
+def whole_sentences(text: str) -> str:
+    """A prompt that was cut short, up to where its last whole sentence or line ends. Raises Rejected if it has none."""
+    ends = [match.end() for match in SENTENCE_END.finditer(text)]
+    if not ends:
+        raise Rejected("prompt without an end")
+    return text[: ends[-1]]
+
+
+def worth_learning(answer_ids: Sequence[int], text: str, overlap: Overlap) -> Sequence[int]:
+    """What of an answer is worth learning from: all of it, or what comes before it loops. Raises Rejected."""
+    kept = before_loop(answer_ids) if is_looping(answer_ids) else answer_ids
+    if len(kept) < MIN_ANSWER_TOKENS:
+        raise Rejected("answer too short" if kept is answer_ids else "answer that loops")
     if overlap.with_prompt(text):
         raise Rejected("answer with a benchmark's text")
+    return kept
 
 
 def answer_length(output_ids: Sequence[int], max_tokens: int, end_ids: frozenset[int]) -> int:
@@ -134,6 +142,11 @@ def answer_length(output_ids: Sequence[int], max_tokens: int, end_ids: frozenset
     `max_tokens`."""
     found = next((at + 1 for at, token in enumerate(output_ids) if token in end_ids), len(output_ids))
     return min(found, max_tokens)
+
+
+def answer_id(name: str, at: int) -> str:
+    """The id of a prompt's answer number `at`."""
+    return f"{name}/{at}" if at else name
 
 
 class Writer:
@@ -152,11 +165,25 @@ class Writer:
         """This one is there already: its prompt is not written again."""
         self._seen.add(str(conversation.messages[-1]["content"]))
 
-    async def conversation(self, number: int) -> Conversation:
-        """Write conversation `number`; its choices follow from the plan's seed and the number alone.
+    async def conversations(self, number: int) -> list[Conversation]:
+        """Write prompt `number` and its answers; their choices follow from the plan's seed and the number alone.
 
-        Raises Rejected or GenerateError.
+        What is not worth learning from is counted in `rejected`. Raises GenerateError.
         """
+        try:
+            name, messages, choice = await self._asked(number)
+        except Rejected as reason:
+            self.rejected[str(reason)] += 1
+            return []
+        answers = await asyncio.gather(
+            *(
+                self._answer(answer_id(name, at), messages, temperature, choice.getrandbits(31))
+                for at, temperature in enumerate(self._plan.temperatures)
+            )
+        )
+        return [answer for answer in answers if answer is not None]
+
+    async def _asked(self, number: int) -> tuple[str, list[dict[str, Any]], random.Random]:
         choice = random.Random(f"{self._plan.seed} {number}")
         if self._plan.prompts:
             prompt = self._plan.prompts[number]
@@ -166,8 +193,7 @@ class Writer:
         else:
             text = await self._prompt(choice)
             messages, name = [{"role": "user", "content": text}], f"self/{self._plan.seed}/{number}"
-        greedy = self._plan.past > 0 or choice.random() < self._plan.greedy_share
-        return await self._answer(name, messages, 0.0 if greedy else self._plan.temperature, choice)
+        return name, messages, choice
 
     async def _prompt(self, choice: random.Random) -> str:
         opener = choice.choice(self._plan.openers)
@@ -178,10 +204,9 @@ class Writer:
             "seed": choice.getrandbits(31),
             "stop": [self._template.end],
         }
-        choices = (await self._post("/v1/completions", body))["choices"]
-        if choices[0]["finish_reason"] != "stop":
-            raise Rejected("prompt without an end")
-        text: str = (opener + choices[0]["text"]).strip()
+        written = (await self._post("/v1/completions", body))["choices"][0]
+        text: str = opener + written["text"]
+        text = (text if written["finish_reason"] == "stop" else whole_sentences(text)).strip()
         check_prompt(text, self._overlap)
         if text in self._seen:
             raise Rejected("prompt written before")
@@ -189,14 +214,14 @@ class Writer:
         return text
 
     async def _answer(
-        self, name: str, messages: list[dict[str, Any]], temperature: float, choice: random.Random
-    ) -> Conversation:
+        self, name: str, messages: list[dict[str, Any]], temperature: float, seed: int
+    ) -> Conversation | None:
         plan = self._plan
         body = {
             "messages": messages,
             "max_tokens": plan.max_tokens + plan.past,
             "temperature": temperature,
-            "seed": choice.getrandbits(31),
+            "seed": seed,
             "ignore_eos": plan.past > 0,
             "return_input_ids_in_sglext": True,
             "return_output_ids_in_sglext": True,
@@ -214,7 +239,11 @@ class Writer:
         length = answer_length(output_ids, plan.max_tokens, self._template.end_ids) if plan.past else len(output_ids)
         output_ids = output_ids[: length + plan.past]
         if plan.past == 0:  # a benchmark's own answers are asked for to be walked, never to be learned from
-            check_answer(output_ids, text, self._overlap)
+            try:
+                output_ids = list(worth_learning(output_ids, text, self._overlap))
+            except Rejected as reason:
+                self.rejected[str(reason)] += 1
+                return None
         meta = {"temperature": temperature} | ({"past": len(output_ids) - length} if plan.past else {})
         return Conversation(name, messages, input_ids, output_ids, meta)
 
@@ -260,9 +289,13 @@ def numbers_left(plan: Plan, there: Sequence[Conversation]) -> Sequence[int]:
     """Which conversations are still to be written: the prompts not yet answered, or numbers past the highest one."""
     if plan.prompts:
         done = {conversation.id for conversation in there}
-        return [number for number, prompt in enumerate(plan.prompts) if prompt.id not in done]
+        return [
+            number
+            for number, prompt in enumerate(plan.prompts)
+            if not any(answer_id(prompt.id, at) in done for at in range(len(plan.temperatures)))
+        ]
     prefix = f"self/{plan.seed}/"
-    used = [int(name.id.removeprefix(prefix)) for name in there if name.id.startswith(prefix)]
+    used = [int(name.id.removeprefix(prefix).split("/")[0]) for name in there if name.id.startswith(prefix)]
     start = max(used, default=-1) + 1
     return range(start, start + ATTEMPTS_FOR_ONE * plan.count)
 
@@ -294,11 +327,11 @@ async def generate(
     plan: Plan,
     overlap: Overlap,
     out: Path,
-    on_progress: Callable[[Conversation | None, Writer], None],
+    on_progress: Callable[[int, Writer], None],
 ) -> Outcome:
-    """Append conversations to `out` until it holds `plan.count` of them (or an answer to each prompt).
+    """Append conversations to `out` until it holds `plan.count` of them, or answers to each prompt.
 
-    on_progress is called with each conversation that was kept, and with None for each that was not.
+    on_progress is called after each prompt, with the number of its answers that were kept.
     Raises GenerateError or ConversationError; what was written stays.
     """
     there = existing(out)
@@ -317,17 +350,12 @@ async def generate(
                 for number in numbers:
                     if written >= wanted:
                         return
-                    try:
-                        conversation = await writer.conversation(number)
-                    except Rejected as reason:
-                        writer.rejected[str(reason)] += 1
-                        on_progress(None, writer)
-                        continue
-                    if written < wanted:
-                        stream.write(conversation.to_json() + "\n")
-                        stream.flush()
-                        written += 1
-                        on_progress(conversation, writer)
+                    found = (await writer.conversations(number))[: max(0, wanted - written)]
+                    # In one piece: a prompt that has one answer on disk is not asked again.
+                    stream.write("".join(conversation.to_json() + "\n" for conversation in found))
+                    stream.flush()
+                    written += len(found)
+                    on_progress(len(found), writer)
 
             workers = [asyncio.create_task(work()) for _ in range(plan.concurrency)]
             try:

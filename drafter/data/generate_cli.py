@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from drafter.data.conversations import Conversation
+from drafter.arguments import key_headers, number, whole
 from drafter.data.generate import (
     BYTES_A_TOKEN,
     Endpoint,
@@ -36,8 +35,9 @@ examples:
   python -m drafter generate --url … --model … --target DIR --out mt_bench.jsonl --prompts mt_bench --past 8
 
 Serve the target without a drafter for this, so that the data depend on none. Run the same command again to go on
-after an interruption. What is left out, and counted: prompts without an end, with placeholders, or of a benchmark;
-answers that are short, that loop, or that hold a benchmark's text (8 words in a row).
+after an interruption. A prompt that finds no end is cut after its last whole sentence, an answer that loops before the
+loop. What is left out, and counted: prompts without a whole sentence, with placeholders, or of a benchmark; answers
+that are short, that loop from the first, or that hold a benchmark's text (8 words in a row).
 """
 
 
@@ -56,30 +56,33 @@ def add_generate(commands: Any) -> None:
     add("--key-file", type=Path, metavar="FILE", help="the engine's keys (as `python -m server engine` prints it)")
     add("--target", type=Path, required=True, metavar="DIR", help="the target's folder, for its chat template")
     add("--out", type=Path, required=True, metavar="FILE", help="conversations, as JSON lines; appended to")
-    add("--count", type=_count, metavar="N", help="conversations in all (default: an answer to each prompt)")
+    add("--count", type=whole(), metavar="N", help="conversations in all; with --prompts: prompts (default: each)")
     add("--prompts", metavar="SETS", help="answer these (files, or bundled sets) instead of the target's own prompts")
     add("--openers", type=Path, metavar="FILE", help=r"how its own prompts begin, one a line (\n is a line break)")
-    add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
-    add("--prompt-tokens", type=_count, default=96, metavar="N", help="longest prompt of its own (default: 96)")
+    add("--max-tokens", type=whole(), default=256, metavar="N", help="longest answer (default: 256)")
+    add("--prompt-tokens", type=whole(), default=96, metavar="N", help="longest prompt of its own (default: 96)")
     add(
-        "--temperature",
-        type=_temperature,
-        default=0.7,
-        metavar="T",
-        help="of answers that are not greedy (default: 0.7)",
+        "--temperatures",
+        type=_temperatures,
+        default=(0.0, 0.7),
+        metavar="T,T",
+        help="each prompt is answered once at each of these; 0 is greedy (default: 0,0.7)",
     )
-    add("--greedy-share", type=_share, default=0.6, metavar="S", help="share of greedy answers (default: 0.6)")
     add(
-        "--past", type=_past, default=0, metavar="N", help="for `evaluate`: greedy, and N tokens past each answer's end"
+        "--past",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="for `evaluate`: greedy, N tokens past each answer's end",
     )
-    add("--concurrency", type=_count, default=64, metavar="N", help="conversations at a time (default: 64)")
+    add("--concurrency", type=whole(), default=64, metavar="N", help="conversations at a time (default: 64)")
     add("--seed", type=int, default=0, metavar="N", help="another seed writes other conversations (default: 0)")
     add("--json", action="store_true", help="print the outcome as one JSON object on stdout, and nothing else there")
     command.set_defaults(run=run_generate)
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Write the conversations. Raises GenerateError, ConversationError or PromptError."""
+    """Write the conversations. Raises GenerateError, KeyFileError, ConversationError or PromptError."""
     check_out(args.out)
     prompts = load_prompts(args.prompts) if args.prompts else []
     if args.prompts is None and args.past:
@@ -88,19 +91,19 @@ def run_generate(args: argparse.Namespace) -> int:
         raise GenerateError("how many conversations? Give --count, or --prompts with a set to answer.")
     if args.count is not None and prompts:
         prompts = prompts[: args.count]
+    temperatures = (0.0,) if args.past else args.temperatures
     plan = Plan(
-        count=len(prompts) or args.count,
+        count=len(prompts) * len(temperatures) or args.count,
         prompts=prompts,
         openers=read_openers(args.openers) if args.openers else ("",),
         max_tokens=args.max_tokens,
         prompt_tokens=args.prompt_tokens,
-        temperature=args.temperature,
-        greedy_share=args.greedy_share,
+        temperatures=temperatures,
         past=args.past,
         concurrency=args.concurrency,
         seed=args.seed,
     )
-    endpoint = Endpoint(args.url.rstrip("/"), args.model, read_key(args.key_file))
+    endpoint = Endpoint(args.url.rstrip("/"), args.model, key_headers(args.key_file))
     outcome = asyncio.run(_generate(endpoint, plan, args.target, args.out))
     if args.json:
         print(json.dumps(outcome.__dict__))
@@ -133,9 +136,9 @@ async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> 
         )
     with tqdm(total=plan.count, initial=there, unit="conv", file=sys.stderr, disable=None, mininterval=1.0) as bar:
 
-        def progress(conversation: Conversation | None, writer: Writer) -> None:
+        def progress(kept: int, writer: Writer) -> None:
             bar.set_postfix_str(f"{writer.tokens:,} tokens, {writer.rejected.total()} left out", refresh=False)
-            bar.update(conversation is not None)
+            bar.update(kept)
 
         return await generate(endpoint, template, plan, overlap, out, progress)
 
@@ -160,45 +163,5 @@ def read_openers(file: Path) -> Sequence[str]:
     return openers
 
 
-def read_key(file: Path | None) -> dict[str, str]:
-    """The header that an engine's key file asks for. Raises GenerateError."""
-    if file is None:
-        return {}
-    try:
-        keys = json.loads(file.read_text("utf-8"))
-        return {"authorization": f"Bearer {keys['api-key']}"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GenerateError(f"--key-file: {file} holds no key ({error}).") from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _past(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of 0 or more")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan  # lies in no range
+def _temperatures(text: str) -> tuple[float, ...]:
+    return tuple(number()(part) for part in text.split(","))

@@ -124,7 +124,9 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 def to_float32(x: np.ndarray) -> np.ndarray:
     """float32 of a tensor as `map_tensors` gives it, in which uint16 is bfloat16."""
     if x.dtype == np.uint16:
-        return (x.astype(np.uint32) << 16).view(np.float32)
+        bits = x.astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     return x.astype(np.float32, copy=False)
 
 

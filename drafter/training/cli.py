@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from drafter.arguments import number, whole
+
 TRAIN = """Train an EAGLE-3 drafter on captured hidden states, from scratch or from an existing one.
 
 A run is a folder (--out): log.jsonl, checkpoint.safetensors, and in the end drafter/, which the engine serves. The same
@@ -47,9 +49,9 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--name", help="the drafter's name (default: the name of --out)")
 
     budget = command.add_argument_group("budget (one of them)").add_mutually_exclusive_group(required=True)
-    budget.add_argument("--minutes", type=_positive(float), help="time to train")
-    budget.add_argument("--epochs", type=_positive(float), help="passes over the training documents")
-    budget.add_argument("--steps", type=_positive(int), help="optimiser steps")
+    budget.add_argument("--minutes", type=number(above=True), help="time to train")
+    budget.add_argument("--epochs", type=number(above=True), help="passes over the training documents")
+    budget.add_argument("--steps", type=whole(), help="optimiser steps")
 
     shape = command.add_argument_group("shape of a new drafter (default: the target's, without grouped heads)")
     for flag, text in (
@@ -58,30 +60,29 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ("head-dim", "width of a head"),
         ("intermediate", "width of the MLP"),
     ):
-        shape.add_argument(f"--{flag}", type=_positive(int), metavar="N", help=text)
+        shape.add_argument(f"--{flag}", type=whole(), metavar="N", help=text)
 
     how = command.add_argument_group("how to train")
+    rate, share = number(above=True), number(0, 1)
     for flag, kind, default, text in (
-        ("ttt-steps", int, 4, "draft steps to train"),
-        ("batch-tokens", int, 1000, "tokens of an optimiser step; small ones learn faster in a short time"),
-        ("lr", float, 3e-3, "learning rate of AdamW, a cosine down to 3 %%; 3e-4 and less to go on from a drafter"),
-        ("warmup", int, 20, "steps of warm-up"),
-        ("decay", float, 0.8, "weight of step k in the loss is decay^k"),
-        ("max-length", int, 2048, "documents are cut here"),
-        ("eval-every", int, 100, "steps between evaluations on the held-out documents"),
-        ("eval-documents", int, 48, "held-out documents to evaluate on"),
-        ("checkpoint-minutes", float, 5.0, "minutes between checkpoints"),
+        ("ttt-steps", whole(), 4, "draft steps to train"),
+        ("batch-tokens", whole(), 1000, "tokens of an optimiser step; small ones learn faster in a short time"),
+        ("lr", rate, 3e-3, "learning rate of AdamW; 3e-4 and less to go on from a drafter"),
+        ("min-lr", share, 0.03, "the rate falls by a cosine to this share of itself"),
+        ("weight-decay", number(), 0.0, "of AdamW"),
+        ("clip", rate, 1.0, "largest norm of the gradients"),
+        ("warmup", whole(0), 20, "steps of warm-up"),
+        ("decay", rate, 0.8, "weight of step k in the loss is decay^k"),
+        ("user-weight", share, 1.0, "weight in the loss of tokens that were not generated"),
+        ("held-share", share, 0.1, "share of prompts held out"),
+        ("head-from", share, 1.0, "lm_head learns after this share of the run; 1: never"),
+        ("head-lr", share, 0.3, "its share of the rate then"),
+        ("max-length", whole(), 2048, "documents are cut here"),
+        ("eval-every", whole(), 100, "steps between evaluations on the held-out documents"),
+        ("eval-documents", whole(), 48, "held-out documents to evaluate on"),
+        ("checkpoint-minutes", rate, 5.0, "minutes between checkpoints"),
     ):
-        how.add_argument(f"--{flag}", type=_positive(kind), default=default, metavar="N", help=f"{text} ({default})")
-    how.add_argument("--user-weight", type=_share, default=1.0, metavar="W", help="weight of tokens not generated (1)")
-    how.add_argument("--held-share", type=_share, default=0.1, metavar="S", help="share of prompts held out (0.1)")
-    how.add_argument(
-        "--head-from",
-        type=_share,
-        default=1.0,
-        metavar="S",
-        help="lm_head learns after this share of the run (1: never)",
-    )
+        how.add_argument(f"--{flag}", type=kind, default=default, metavar="N", help=f"{text} ({default})")
     how.add_argument("--no-curriculum", action="store_true", help="all draft steps from the start")
     how.add_argument(
         "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
@@ -100,8 +101,8 @@ def add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     command.add_argument("--drafter", type=Path, required=True, metavar="DIR", help="a drafter folder")
     command.add_argument("--shards", type=Path, required=True, metavar="DIR", help="captured greedy answers")
     command.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
-    command.add_argument("--num-steps", type=_positive(int), default=3, metavar="N", help="draft steps, as served (3)")
-    command.add_argument("--limit", type=_positive(int), metavar="N", help="only so many documents")
+    command.add_argument("--num-steps", type=whole(), default=3, metavar="N", help="draft steps, as served (3)")
+    command.add_argument("--limit", type=whole(), metavar="N", help="only so many documents")
     command.add_argument(
         "--oracle-hidden",
         action="store_true",
@@ -156,10 +157,14 @@ def run_train(arguments: argparse.Namespace) -> int:
         curriculum=not a.no_curriculum,
         batch_tokens=a.batch_tokens,
         lr=a.lr,
+        min_lr=a.min_lr,
         warmup=a.warmup,
+        weight_decay=a.weight_decay,
+        clip=a.clip,
         decay=a.decay,
         user_weight=a.user_weight,
         head_from=a.head_from,
+        head_lr=a.head_lr,
         bf16=not a.fp32,
         seed=a.seed,
         eval_every=a.eval_every,
@@ -260,9 +265,7 @@ def _command(
 
 
 def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--threads", type=_positive(int), metavar="N", help="torch's threads (default: its own choice)"
-    )
+    command.add_argument("--threads", type=whole(), metavar="N", help="torch's threads (default: its own choice)")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
 
 
@@ -275,21 +278,3 @@ def _torch(arguments: argparse.Namespace) -> Any:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     return torch
-
-
-def _positive(kind: type[int] | type[float]) -> Any:
-    def number(text: str) -> int | float:
-        value = kind(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above zero")
-        return value
-
-    number.__name__ = kind.__name__  # argparse names the type by it
-    return number
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value

@@ -48,6 +48,7 @@ class Options:
     lr: float = 3e-3
     min_lr: float = 0.03
     warmup: int = 20
+    weight_decay: float = 0.0
     clip: float = 1.0
     decay: float = 0.8
     user_weight: float = 1.0
@@ -90,7 +91,11 @@ class Run:
         head = model.lm_head.weight
         body = [parameter for parameter in model.parameters() if parameter is not head]
         self.optimizer = torch.optim.AdamW(
-            [{"params": body}, {"params": [head]}], lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            [{"params": body}, {"params": [head]}],
+            lr=options.lr,
+            betas=(0.9, 0.95),
+            weight_decay=options.weight_decay,
+            fused=True,
         )
         self.progress = Progress()
         self.epoch_tokens = documents.tokens(documents.train)

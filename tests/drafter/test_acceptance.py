@@ -147,6 +147,21 @@ def test_short_answers_never_loop():
     assert acceptance.is_looping([7] * 32)
 
 
+@given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 5), st.integers(0, 40))
+def test_what_comes_before_a_loop_does_not_loop(start: list[int], period: int, times: int):
+    ids = [*start, *(list(range(100, 100 + period)) * times)]
+    kept = list(acceptance.before_loop(ids))
+    assert kept == ids[: len(kept)]
+    assert not acceptance.is_looping(kept)
+    if len(kept) < len(ids):
+        assert any(acceptance.is_looping(ids[at : at + 64]) for at in range(len(ids))) or acceptance.is_looping(ids)
+
+
+def test_an_answer_is_cut_where_it_begins_to_repeat_itself():
+    assert acceptance.before_loop([*range(50), *([90, 91, 92] * 40)]) == [*range(50), 90, 91, 92]
+    assert acceptance.before_loop(list(range(300))) == list(range(300))
+
+
 def details(histogram: list[int], **changed: object) -> dict[str, object]:
     honest = {
         "spec_correct_drafts_histogram": histogram,

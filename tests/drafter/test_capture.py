@@ -365,10 +365,10 @@ def test_refused_lines_are_findings(fake, tmp_path):
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--concurrency", "0"], 2, "is no whole number above 0"),
-        (["--max-gb", "nan"], 2, "is no number above 0"),
-        (["--key-file", "nowhere.yaml"], 1, "eyas: key file nowhere.yaml cannot be read"),
-        (["--key-file", "pyproject.toml"], 1, "eyas: pyproject.toml is no engine's key file"),
+        (["--concurrency", "0"], 2, "is not a whole number of 1 or more"),
+        (["--max-gb", "nan"], 2, "is not a finite number above 0"),
+        (["--key-file", "nowhere.yaml"], 1, "eyas: --key-file: nowhere.yaml cannot be read"),
+        (["--key-file", "pyproject.toml"], 1, "eyas: --key-file: pyproject.toml is no engine's key file"),
         (["--dir", "nowhere"], 1, "eyas: nowhere/handshake.json is missing"),
         (["--out", "pyproject.toml/x"], 1, "eyas: the folder pyproject.toml/x cannot be made"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from drafter.__main__ import main
 from drafter.data.conversations import read_with_ids
-from drafter.data.generate import PLACEHOLDER, Template, answer_length
+from drafter.data.generate import PLACEHOLDER, Template, answer_length, whole_sentences
 from drafter.data.prompts import load_prompts
 from tests.drafter.fake_endpoint import ANSWER, END, FakeEndpoint, prompt_of
 
@@ -49,6 +49,7 @@ def test_the_target_writes_prompts_and_answers_them(endpoint: FakeEndpoint, out:
     assert run(endpoint, out, "--count", "9", "--openers", str(openers), "--seed", "3") == 0
     found = list(read_with_ids(out))
     assert len(found) == len({conversation.id for conversation in found}) == 9
+    assert len({conversation.messages[0]["content"] for conversation in found}) == 5
     assert all(conversation.id.startswith("self/3/") for conversation in found)
     for conversation in found:
         assert conversation.messages[0]["content"].startswith("Write a list\nwith number")
@@ -57,17 +58,21 @@ def test_the_target_writes_prompts_and_answers_them(endpoint: FakeEndpoint, out:
     assert {(body["prompt"], *body["stop"]) for body in written} == {("<user>Write a list\nwith", "<end>")}
 
 
-def test_some_answers_are_greedy_and_the_choice_follows_the_seed(endpoint: FakeEndpoint, out: Path) -> None:
-    assert run(endpoint, out, "--count", "40", "--greedy-share", "0.5", "--temperature", "0.6") == 0
-    first = {conversation.id: conversation.meta["temperature"] for conversation in read_with_ids(out)}
-    assert set(first.values()) == {0.0, 0.6}
-    assert 8 < sum(value == 0.0 for value in first.values()) < 32
+def test_each_prompt_is_answered_at_each_temperature_and_the_rest_follows_the_seed(
+    endpoint: FakeEndpoint, out: Path
+) -> None:
+    assert run(endpoint, out, "--count", "30", "--temperatures", "0,0.6,1") == 0
+    first = list(read_with_ids(out))
+    by_prompt: dict[object, list[object]] = {}
+    for conversation in first:
+        by_prompt.setdefault(conversation.messages[0]["content"], []).append(conversation.meta["temperature"])
+    assert len(by_prompt) == 10
+    assert all(temperatures == [0.0, 0.6, 1.0] for temperatures in by_prompt.values())
     out.unlink()
-    assert run(endpoint, out, "--count", "40", "--greedy-share", "0.5", "--temperature", "0.6") == 0
-    again = {conversation.id: conversation.meta["temperature"] for conversation in read_with_ids(out)}
-    assert {name: again[name] for name in first.keys() & again.keys()} == {
-        name: first[name] for name in first.keys() & again.keys()
-    }
+    assert run(endpoint, out, "--count", "30", "--temperatures", "0,0.6,1") == 0
+    again = {conversation.id: conversation.messages for conversation in read_with_ids(out)}
+    both = [conversation for conversation in first if conversation.id in again]
+    assert both and all(again[conversation.id] == conversation.messages for conversation in both)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +88,30 @@ def test_prompts_that_are_left_out(
     endpoint: FakeEndpoint, out: Path, prompt: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint.cues.prompt = lambda body: prompt if body.get("seed", 0) % 2 else prompt_of(body)
-    run(endpoint, out, "--count", "4")
+    run(endpoint, out, "--count", "12")
     assert reason in capsys.readouterr().out
     kept = [conversation.messages[0]["content"] for conversation in read_with_ids(out)]
-    assert kept.count(prompt) == (1 if "before" in reason else 0)
+    assert kept.count(prompt) == (2 if "before" in reason else 0)  # its two answers
 
 
-def test_a_prompt_without_an_end_is_left_out(
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Tell me. What is it that you", "Tell me."),
+        ("Is 3.5 more? I am not", "Is 3.5 more?"),
+        ("One line\nAnd half", "One line"),
+        ("x: y! z", "x: y!"),
+    ],
+)
+def test_a_prompt_that_was_cut_short_keeps_its_whole_sentences(text: str, kept: str) -> None:
+    assert whole_sentences(text).strip() == kept
+
+
+def test_a_prompt_without_a_whole_sentence_is_left_out(
     endpoint: FakeEndpoint, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint.cues.prompt_ends = lambda body: False
+    endpoint.cues.prompt = lambda body: f"{prompt_of(body)} and more of"
     assert run(endpoint, out, "--count", "2") == 1
     shown = capsys.readouterr()
     assert "40 × prompt without an end" in shown.out
@@ -104,6 +123,7 @@ def test_a_prompt_without_an_end_is_left_out(
     [
         ([5, 6, 7], "Yes.", "answer too short"),
         ([5, 6, 7, 8] * 20, "On and on.", "answer that loops"),
+        ([5, 6, 7, 8] * 10, "On and on, shortly.", "answer that loops"),
         (ANSWER, load_prompts("humaneval", 1)[0].messages[0]["content"], "answer with a benchmark's text"),
     ],
 )
@@ -121,9 +141,17 @@ def test_answers_that_are_left_out(
 
     endpoint.cues.answer = lambda body: ids if is_bad(body) else ANSWER
     endpoint.cues.text = lambda body: text if is_bad(body) else "Fine."
-    assert run(endpoint, out, "--prompts", prompts_file(tmp_path, "a good prompt", "one bad prompt")) == 0
+    asked_for = prompts_file(tmp_path, "a good prompt", "one bad prompt")
+    assert run(endpoint, out, "--prompts", asked_for, "--temperatures", "0") == 0
     assert [conversation.id for conversation in read_with_ids(out)] == ["a good promp"]
     assert f"Left out: 1 × {reason}." in capsys.readouterr().out
+
+
+def test_an_answer_is_kept_up_to_where_it_loops(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
+    endpoint.cues.answer = lambda body: [*ANSWER, *([5, 6, 7, 8] * 40)]
+    assert run(endpoint, out, "--prompts", prompts_file(tmp_path, "just one prompt"), "--temperatures", "0") == 0
+    (found,) = read_with_ids(out)
+    assert found.answer_ids == [*ANSWER, 5, 6, 7, 8]
 
 
 def test_benchmarks_are_never_answered_for_training(
@@ -173,14 +201,14 @@ def test_only_prompts_without_an_answer_are_asked_again(endpoint: FakeEndpoint, 
     endpoint.bodies.clear()
     assert run(endpoint, out, "--prompts", asked_for) == 0
     bodies = [body for path, body in endpoint.bodies if path.endswith("/chat/completions")]
-    assert [body["messages"][0]["content"] for body in bodies] == ["third of three"]
-    assert len(list(read_with_ids(out))) == 3
+    assert [body["messages"][0]["content"] for body in bodies] == ["third of three"] * 2
+    assert len(list(read_with_ids(out))) == 6
 
 
 def test_a_busy_engine_is_asked_again(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
     endpoint.cues.status = [503, 429]
     assert run(endpoint, out, "--prompts", prompts_file(tmp_path, "first of one")) == 0
-    assert len(list(read_with_ids(out))) == 1
+    assert len(list(read_with_ids(out))) == 2
 
 
 @pytest.mark.parametrize(
@@ -189,7 +217,7 @@ def test_a_busy_engine_is_asked_again(endpoint: FakeEndpoint, out: Path, tmp_pat
         (["--count", "2", "--past", "4"], "--past is for the prompts of a set"),
         ([], "how many conversations? Give --count"),
         (["--count", "2", "--openers", "nowhere.txt"], "--openers: nowhere.txt cannot be read"),
-        (["--count", "2", "--key-file", "nowhere.yaml"], "--key-file: nowhere.yaml holds no key"),
+        (["--count", "2", "--key-file", "nowhere.yaml"], "--key-file: nowhere.yaml cannot be read"),
         (["--prompts", "nowhere.jsonl"], "is neither bundled nor a file"),
     ],
 )
@@ -205,8 +233,7 @@ def test_what_cannot_be_meant_is_one_sentence(
 @pytest.mark.parametrize(
     "argument",
     [
-        *(f"--greedy-share={value}" for value in ("-0.1", "1.1", "nan", "half", "inf", "")),
-        *(f"--temperature={value}" for value in ("-0.1", "nan", "inf", "-inf", "warm", "")),
+        *(f"--temperatures={value}" for value in ("-0.1", "nan", "inf", "-inf", "warm", "", "0,", "0;1")),
         *(f"--past={value}" for value in ("-1", "1.5", "x", "")),
     ],
 )
@@ -219,12 +246,6 @@ def test_numbers_that_cannot_be_meant_are_usage_errors(
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"argument {argument.partition('=')[0]}" in last and "is not a" in last
     assert not out.exists() and endpoint.bodies == []
-
-
-@pytest.mark.parametrize("arguments", [["--greedy-share", "0"], ["--greedy-share", "1"], ["--temperature", "0"]])
-def test_the_ends_of_a_range_are_in_it(endpoint: FakeEndpoint, out: Path, arguments: list[str]) -> None:
-    assert run(endpoint, out, "--count", "2", *arguments) == 0
-    assert len(list(read_with_ids(out))) == 2
 
 
 @pytest.mark.parametrize(("out", "reason"), [("", "is a folder: name a file"), ("no/c.jsonl", "make it first")])

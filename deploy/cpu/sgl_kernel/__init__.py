@@ -1,4 +1,4 @@
-"""A stand-in for the CPU build of sgl_kernel, which no package index carries, in plain PyTorch.
+"""A stand-in for the CPU build of sgl_kernel, which no package index carries, in PyTorch and a little C++.
 
 It supplies the ops that an unmodified SGLang 0.5.23 reaches on a CPU without AMX kernels: attention over the paged
 cache, and the bookkeeping of EAGLE and NGRAM. It exists for correctness: its speed says nothing about a GPU.

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sgl_kernel import native
+
 # The kernel adds up keys in vectors, and treats what is left over after the last whole one differently.
 KEY_BLOCK = 32
 # Rows times heads in one call: beyond, the kernel splits the rows, and sums come out differently again.
@@ -58,11 +60,17 @@ def decode_attention_cpu(
         k_cache[loc] = key.view(-1, *k_cache.shape[1:])
         if value is not None and not is_latent(k_cache, v_cache):
             v_cache[loc] = value.view(-1, *v_cache.shape[1:])
+    special = is_special(logit_cap, sinks)
+    if not special and native.fits(query, k_cache, v_cache, output):
+        native.attend(
+            query, output, k_cache, v_cache, None, None, req_to_token, req_pool_indices, seq_lens, None, None, None,
+            sm_scale, True, sliding_window_size,
+        )  # fmt: skip
+        return
     requests = [
         (row, max(0, end - sliding_window_size) if sliding_window_size > 0 else 0, end)
         for row, end in zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
     ]
-    special = is_special(logit_cap, sinks)
     together = bool(requests) and not special and padding_pays([end - start for _, start, end in requests])
     first = 0
     for spans in [tuple(requests)] if together else [(request,) for request in requests]:
@@ -112,6 +120,13 @@ def extend_attention_cpu(
     """
     refuse_unsupported(is_cross_attn, encoder_lens, q_extend, k_buffer)
     special = is_special(logit_cap, sinks)
+    few = max(extend_seq_lens.tolist(), default=0) <= MAX_FOLDED_ROWS
+    if few and not special and native.fits(q_extend, k_buffer, v_buffer, o_extend, k_extend, v_extend):
+        native.attend(
+            q_extend, o_extend, k_buffer, v_buffer, k_extend, v_extend, req_to_token, req_pool_indices, seq_lens,
+            extend_seq_lens, extend_start_loc, tree_mask, sm_scale, is_causal, sliding_window_size,
+        )  # fmt: skip
+        return
     plain = tree_mask is None and is_causal and sliding_window_size <= 0 and not special
     requests, mask_at = [], 0
     for row, end, length, start in zip(
