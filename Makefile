@@ -7,7 +7,7 @@ DRAFTER ?=
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help install model serve test test-fast lint lock clean
+.PHONY: help install speculators-env model serve test test-fast lint lock clean
 
 help:  ## this text
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,16 @@ lint: $(STAMP)  ## ruff and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+speculators-env: .cache/speculators/.installed  ## the real speculators, for the test of conversions
+
+.cache/speculators/.installed: requirements-speculators.lock $(STAMP)
+	@rm -rf .cache/speculators && $(PY) -m venv .cache/speculators
+	@# torch and transformers come from .venv, with its own .pth files
+	@$(PY) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > "$$(.cache/speculators/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	@.cache/speculators/bin/python -m pip install -q --no-deps --ignore-installed -r requirements-speculators.lock
+	@touch $@
 
 lock: $(STAMP)  ## write requirements.lock anew from what .venv holds
 	@deploy/install.sh --lock

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.evidence import counted, has_interval
 from bench.stats import Counts, acceptance_length, difference, holm
-from drafter.checkpoint.folder import DrafterError, read_folder
+from drafter.checkpoint.folder import DrafterError, open_folder
 from drafter.report import Report, ReportError, read_report
 
 Decision = Literal["promote", "hold", "reject"]
@@ -134,7 +134,7 @@ def check_evidence(report: Report) -> None:
         if sha256 is None or path is None or not path.is_dir():
             continue
         try:
-            found = read_folder(path).sha256
+            found = open_folder(path).sha256
         except DrafterError as error:
             raise ReportError(f"the drafter that was measured is broken now: {error}") from None
         if found != sha256:

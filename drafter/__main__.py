@@ -6,7 +6,9 @@ import argparse
 import sys
 
 from drafter.checkpoint.cli import add_vocab
+from drafter.checkpoint.convert_cli import add_convert, add_inspect
 from drafter.checkpoint.diff_cli import add_diff
+from drafter.checkpoint.folder_cli import add_preflight
 from drafter.checkpoint.remap_cli import add_remap
 from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
@@ -20,8 +22,11 @@ the steps, each resumable by running the same command again:
   train      the drafter learns to go on as the target does
   evaluate   what an engine would accept of it
 and with drafters of any origin:
+  inspect    what a drafter folder is
+  preflight  what an engine would not tell about it
   diff       two draft vocabularies side by side
   remap      a drafter's rows moved to another vocabulary
+  convert    a drafter in another tool's format
 The whole way, from an empty folder: deploy/recipes/smollm2.sh
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
@@ -37,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_diff, add_remap):
+    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate):
+        add(commands)
+    for add in (add_inspect, add_preflight, add_diff, add_remap, add_convert):
         add(commands)
     return top
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from server.display import StageDisplay
 from server.engine import Engine, EngineError
-from server.serve import speculation_text
+from server.serve import probe_text, show_findings, speculation_text
 
 POLL_S = 0.2
 COMMAND_GRACE_S = 60.0  # for a command that has been told to end: it may be writing its state
@@ -25,12 +25,15 @@ def run_engine(engine: Engine, command: Sequence[str]) -> int:
     ended = threading.Event()
     engine.on_end = lambda _: ended.set()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    show_findings(engine)
     try:
         with StageDisplay() as display:
             engine.start(display)
         what = speculation_text(engine.drafter)
         if engine.capture:
             what = f"no drafter; layers {engine.capture.layer_ids} go to {engine.capture.folder}"
+        for line in probe_text(engine):
+            print(f"eyas: probe: {line}", file=sys.stderr, flush=True)
         if command:
             print(f"eyas: engine ready with {what}; its log is {engine.log_file}", file=sys.stderr, flush=True)
             code = _run_beside(engine, command, ended)

@@ -12,7 +12,7 @@ from drafter.settings import read_settings
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
-from server.launch import resolve_drafter
+from server.launch import check_drafter, resolve_drafter
 from server.plan import make_plan, render_plan
 from server.serve import serve
 
@@ -51,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
             "--drafter",
             metavar="NAME|DIR|none|ngram",
             help="none, ngram, a name of the profile's [drafters], or a folder (default: what the profile names)",
+        )
+        command.add_argument(
+            "--force",
+            action="append",
+            default=[],
+            metavar="CHECK",
+            help="pass over what one check of the preflight or the probe finds, by its name; repeatable",
         )
         if name == "serve":
             command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
@@ -94,17 +101,24 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command == "plan":
             profile = load_profile(arguments.profile)
-            plan = make_plan(profile, resolve_drafter(profile, arguments.drafter))
+            drafter = resolve_drafter(profile, arguments.drafter)
+            plan = make_plan(profile, drafter, check_drafter(profile, drafter, arguments.force), arguments.force)
             print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
             return 0
         if arguments.command == "engine":
             profile = load_profile(arguments.profile)
-            drafter = "none" if arguments.capture else arguments.drafter
-            engine = Engine(profile, drafter, port=arguments.port, capture_dir=arguments.capture)
+            engine = Engine(
+                profile,
+                "none" if arguments.capture else arguments.drafter,
+                port=arguments.port,
+                capture_dir=arguments.capture,
+                force=arguments.force,
+            )
             return run_engine(engine, arguments.command_beside)
         read_settings()  # a variable that cannot be meant is told before anything starts
         version = importlib.metadata.version("eyas")
-        return serve(load_profile(arguments.profile), arguments.drafter, arguments.host, arguments.port, version)
+        profile = load_profile(arguments.profile)
+        return serve(profile, arguments.drafter, arguments.host, arguments.port, version, arguments.force)
     except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's
         print(f"eyas: {error}", file=sys.stderr)
         return 1

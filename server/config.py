@@ -244,6 +244,13 @@ class CaptureTable(Table):
         return self
 
 
+class ProbeTable(Table):
+    """What a drafter must reach on the fixed prompts after a start. `off` is a reason, printed at each start."""
+
+    floor: Annotated[float, Field(ge=1)] = 1.1
+    off: Word | None = None
+
+
 class Profile(Table):
     """A whole profile. `source` is its file and `sha256` the hash of the file's bytes."""
 
@@ -256,6 +263,7 @@ class Profile(Table):
     drafters: dict[str, DrafterTable] = {}
     gateway: GatewayTable = GatewayTable()
     capture: CaptureTable | None = None
+    probe: ProbeTable = ProbeTable()
 
     @model_validator(mode="after")
     def _names(self) -> Profile:

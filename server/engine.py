@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,7 @@ import psutil
 
 from drafter.data.spool import SpoolError
 from drafter.settings import read_settings
-from server import guard
+from server import guard, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
 from server.launch import (
@@ -36,6 +36,7 @@ from server.launch import (
     CapturePlan,
     build_launch,
     changed_arguments,
+    check_drafter,
     child_environment,
     is_local,
     plan_capture,
@@ -80,6 +81,8 @@ class Engine:
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
+    force: names of checks whose errors are passed over. `findings` holds what the preflight found,
+    `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
 
     Raises LaunchError or DrafterError for a combination that cannot be served.
     """
@@ -96,11 +99,15 @@ class Engine:
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
+        force: Collection[str] = (),
     ) -> None:
         self.profile = profile
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
+        self.findings = check_drafter(profile, self.drafter, force)
+        self.probe: probe.Probe | None = None
+        self.not_probed = ""
         self.capture: CapturePlan | None = plan_capture(profile, self.drafter, capture_dir) if capture_dir else None
         self.state: State = "new"
         self.detail = ""
@@ -112,6 +119,7 @@ class Engine:
         self.api_key = secrets.token_hex(24)
         self.admin_key = secrets.token_hex(24)
         self.on_end: Callable[[Engine], None] | None = None
+        self._force = frozenset(force)
         self._simulate_accept_len = simulate_accept_len
         self._run_dir = run_dir
         self._port = port
@@ -175,6 +183,7 @@ class Engine:
             self._wait_ready(say)
             self._compare()
             self._check_capture()
+            self._probe(say)
         except BaseException:
             self.stop()
             raise
@@ -319,6 +328,34 @@ class Engine:
                 check_handshake(self.capture, processes)
             except SpoolError as error:
                 raise EngineError(str(error)) from None
+
+    def _probe(self, say: Progress) -> None:
+        self.not_probed = self._why_not_probed()
+        if self.not_probed:
+            return
+        say("probing the drafter")
+        floor = self.profile.probe.floor
+        try:
+            self.probe = probe.ask(self.url, self.served_name, self.headers, self.profile.engine.start_timeout_s)
+        except probe.ProbeError as error:
+            self._check_alive("probing the drafter")
+            raise self._failure(str(error).rstrip(".")) from None
+        if self.probe.acceptance_length < floor and probe.NAME not in self._force:
+            raise EngineError(self.probe.failure(self.drafter.name, floor))
+        with httpx.Client(timeout=10.0, trust_env=False) as client:  # it leaves no prefix behind
+            client.post(f"{self.url}/flush_cache", headers=self.admin_headers)
+
+    def _why_not_probed(self) -> str:
+        match self.drafter.algorithm:
+            case "NONE":
+                return "nothing speculates"
+            case "NGRAM":
+                return "NGRAM has seen nothing yet to draft from"
+            case "EAGLE3" if self.simulated:
+                return "acceptance is simulated"
+            case "EAGLE3" if self.profile.probe.off is not None:
+                return f"the profile turns it off: {self.profile.probe.off}"
+        return ""
 
     def _check_alive(self, stage: str) -> None:
         assert self._process

@@ -8,13 +8,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from drafter import registry
-from drafter.checkpoint.folder import DrafterError, DrafterFolder, read_folder
+from drafter.checkpoint.findings import Finding
+from drafter.checkpoint.folder import DrafterFolder, open_folder
+from drafter.checkpoint.preflight import check_names, preflight, refuse
+from drafter.checkpoint.subject import Deployment, Subject, read_target
+from server import probe
 from server.config import FAKING_ENVIRONMENT, DrafterTable, Profile, resolve_path
 
 SGLANG_VERSION = "0.5.23"
@@ -103,7 +107,7 @@ def resolve_drafter(
     """Find a drafter: a reserved name, then `[drafters.NAME]` of the profile, then the registry, then a folder.
 
     `num_steps`, `topk` and `draft_tokens` override the profile's for an EAGLE3 drafter.
-    Raises LaunchError or DrafterError.
+    The folder is opened, and checked by `check_drafter`. Raises LaunchError or DrafterError.
     """
     name = profile.default_drafter if name is None else name
     if name == "none":
@@ -127,23 +131,7 @@ def resolve_drafter(
 
     assert table.path
     path = resolve_path(table.path, base)
-    folder = read_folder(Path(path)) if is_local(path) else None
-    if table.sha256 and folder and folder.sha256 != table.sha256:
-        raise DrafterError(
-            f"drafter {path} has sha256 {folder.sha256}, the profile names {table.sha256}: it was changed. "
-            "Name the new hash if you trust it."
-        )
-    if table.layer_ids is not None and folder and folder.layer_ids != table.layer_ids:
-        raise DrafterError(
-            f"drafter {path} captures layers {folder.layer_ids}, the profile says {table.layer_ids}: only the folder's "
-            "eagle_config counts for the engine, so write them there."
-        )
-    longest, context = folder.max_context if folder else None, profile.engine.context_length
-    if longest is not None and longest < context:
-        raise DrafterError(
-            f"drafter {path} allows {longest:,} tokens of context, the profile asks for {context:,}, and the engine "
-            f"would refuse to start: set context_length = {longest} or less."
-        )
+    folder = open_folder(Path(path)) if is_local(path) else None
     asked = profile.speculation
     chosen_topk = topk or table.topk or asked.topk
     chosen_steps = num_steps or table.num_steps or asked.num_steps
@@ -162,6 +150,36 @@ def resolve_drafter(
     return ActiveDrafter(
         name, "EAGLE3", path, folder.sha256 if folder else None, chosen_steps, chosen_topk, chosen_tokens, table, folder
     )
+
+
+def check_drafter(profile: Profile, drafter: ActiveDrafter, forced: Collection[str] = ()) -> list[Finding]:
+    """The preflight of a drafter on this disk, for this profile; a target that is not on this disk is left out.
+
+    `forced` names checks whose errors are passed over, the probe among them, which comes later. Raises DrafterError for
+    any other error, ValueError for a name that is no check's.
+    """
+    check_names([name for name in forced if name != probe.NAME])
+    if drafter.folder is None:
+        return []
+    assert drafter.table
+    engine, model = profile.engine, Path(profile.model_path)
+    deployment = Deployment(
+        name=drafter.name,
+        device=engine.device,
+        context_length=engine.context_length,
+        layer_ids=drafter.table.layer_ids,
+        sha256=drafter.table.sha256,
+        attention_backend=engine.attention_backend or engine.decode_attention_backend,
+        draft_attention_backend=drafter.table.attention_backend,
+        quantization=engine.quantization,
+        draft_quantization=drafter.table.quantization,
+        trust_remote_code=profile.target.trust_remote_code,
+        extra_args=tuple(engine.extra_args),
+    )
+    target = read_target(model) if is_local(profile.model_path) and (model / "config.json").is_file() else None
+    findings = preflight(Subject(drafter.folder, target, deployment))
+    refuse(findings, forced)
+    return findings
 
 
 def plan_capture(profile: Profile, drafter: ActiveDrafter, folder: Path) -> CapturePlan:

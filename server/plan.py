@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Collection
 from typing import Any
 
+from drafter.checkpoint.findings import Finding, as_json
 from server.config import Profile
 from server.launch import SGLANG_VERSION, ActiveDrafter, build_launch, is_local, ngram_obstacle
 
 ENGINE_PORT = 30000  # shown in a plan only: a started engine takes a free port
 
 
-def make_plan(profile: Profile, drafter: ActiveDrafter) -> dict[str, Any]:
-    """The plan as JSON-able data: profile, engine, drafter, argv, environment, config_file, expected, warnings."""
+def make_plan(
+    profile: Profile, drafter: ActiveDrafter, findings: list[Finding], forced: Collection[str] = ()
+) -> dict[str, Any]:
+    """The plan as JSON-able data: profile, engine, drafter, argv, environment, config_file, expected, warnings.
+
+    `findings` are the preflight's, with the checks that were forced.
+    """
     launch = build_launch(profile, drafter, port=ENGINE_PORT, config_file="engine.yaml")
     return {
         "profile": str(profile.source),
@@ -32,7 +39,8 @@ def make_plan(profile: Profile, drafter: ActiveDrafter) -> dict[str, Any]:
         "environment": launch.environment,
         "config_file": {"name": "engine.yaml", "mode": "0600", "holds": ["api-key", "admin-api-key"]},
         "expected": launch.expected,
-        "warnings": warnings_of(profile, drafter),
+        "preflight": [as_json(finding, forced) for finding in findings],
+        "warnings": [*warnings_of(profile, drafter), *warned(findings)],
     }
 
 
@@ -69,17 +77,6 @@ def warnings_of(profile: Profile, drafter: ActiveDrafter) -> list[str]:
             )
             if not drafter.table.revision:
                 warnings.append(f"drafter {drafter.path} has no revision: what it drafts can change.")
-        llama = drafter.folder is not None and drafter.folder.architecture == "LlamaForCausalLMEagle3"
-        if on_gpu and llama and not drafter.table.attention_backend:
-            warnings.append(
-                f"drafter {drafter.name} has MHA attention and no attention_backend: behind an MLA target it inherits "
-                'trtllm_mla on Blackwell and the engine dies. Set attention_backend = "flashinfer".'
-            )
-        if on_gpu and engine.quantization and not drafter.table.quantization:
-            warnings.append(
-                f"drafter {drafter.name} inherits quantization {engine.quantization!r} from the target: "
-                'set quantization = "unquant" for a bf16 drafter.'
-            )
         if on_gpu and drafter.topk and drafter.topk > 1:
             warnings.append(
                 "topk above 1 is refused by the default attention backend of B200 (trtllm_mla, page size 32 or 64)."
@@ -102,3 +99,12 @@ def warnings_of(profile: Profile, drafter: ActiveDrafter) -> list[str]:
             f"the engine inherits {', '.join(inherited)} from this environment (what fakes acceptance is removed)."
         )
     return warnings
+
+
+def warned(findings: list[Finding]) -> list[str]:
+    """What the preflight warns of, and the errors that were forced past, each with its check's name."""
+    return [
+        f"{'forced past: ' if finding.severity == 'error' else ''}{finding.check}: {finding.sentence}"
+        for finding in findings
+        if finding.severity != "info"
+    ]

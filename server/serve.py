@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Collection
 from types import FrameType
 
 import uvicorn
@@ -17,6 +18,7 @@ from server.config import Profile, ProfileError
 from server.display import StageDisplay
 from server.engine import Engine, EngineError, port_obstacle
 from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
+from server.plan import warned
 
 DRAIN_S = 3  # how long open streams may go on after Ctrl-C
 
@@ -25,8 +27,15 @@ class Terminated(Exception):
     """SIGTERM, as an exception, so that the engine is stopped on the way out."""
 
 
-def serve(profile: Profile, drafter: str | None, host: str | None, port: int | None, version: str) -> int:
-    """Serve until a signal or the engine's end. Returns an exit code."""
+def serve(
+    profile: Profile,
+    drafter: str | None,
+    host: str | None,
+    port: int | None,
+    version: str,
+    force: Collection[str] = (),
+) -> int:
+    """Serve until a signal or the engine's end. `force`: checks to pass over. Returns an exit code."""
     gateway = profile.gateway.model_copy(
         update={"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
     )
@@ -38,7 +47,9 @@ def serve(profile: Profile, drafter: str | None, host: str | None, port: int | N
     if obstacle:
         print(f"eyas: {obstacle}: serving without speculation.", file=sys.stderr)
         drafter = "none"
-    return _Service(Engine(profile, drafter), uvicorn_config(profile, gateway.host, gateway.port), version).run()
+    engine = Engine(profile, drafter, force=force)
+    show_findings(engine)
+    return _Service(engine, uvicorn_config(profile, gateway.host, gateway.port), version).run()
 
 
 def uvicorn_config(profile: Profile, host: str, port: int) -> uvicorn.Config:
@@ -123,6 +134,12 @@ class _Service:
         self.server.should_exit = True
 
 
+def show_findings(engine: Engine) -> None:
+    """What the preflight warns of, before the engine starts."""
+    for line in warned(engine.findings):
+        print(f"eyas: {line}", file=sys.stderr, flush=True)
+
+
 def speculation_text(drafter: ActiveDrafter) -> str:
     """One phrase: what speculates, and how far."""
     match drafter.algorithm:
@@ -135,6 +152,14 @@ def speculation_text(drafter: ActiveDrafter) -> str:
                 f"EAGLE3 speculation by {drafter.name}, {drafter.num_steps} steps, top {drafter.topk}, "
                 f"{drafter.draft_tokens} tokens verified in a step"
             )
+
+
+def probe_text(engine: Engine) -> list[str]:
+    """What the probe found, or why there was none; nothing where nothing was there to probe."""
+    if engine.probe is not None:
+        low = engine.probe.acceptance_length < engine.profile.probe.floor
+        return [engine.probe.text + (f", under the floor of {engine.profile.probe.floor:.2f} (forced)" * low)]
+    return [f"none: {engine.not_probed}"] if engine.drafter.algorithm == "EAGLE3" else []
 
 
 def ready_text(engine: Engine, host: str, port: int, elapsed_s: float) -> str:
@@ -151,6 +176,7 @@ def ready_text(engine: Engine, host: str, port: int, elapsed_s: float) -> str:
         f"  serves   {engine.served_name} on SGLang {engine.version}, {speculation_text(engine.drafter)}",
         f"  try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'",
     ]
+    lines += [f"  probe    {line}" for line in probe_text(engine)]
     if engine.profile.engine.device == "cpu":
         lines.append(
             "  limits   CPU: correctness and acceptance are real, speed says nothing about a GPU; "

@@ -1,45 +1,31 @@
-"""Read a drafter folder (config.json + safetensors) without loading a weight, and refuse one that is broken.
+"""Read a drafter folder (config.json + safetensors) without loading a weight.
 
-SGLang detects few of these faults: a missing tensor stays randomly initialised, acceptance length becomes 1.00 and
-no error is raised (facts: `models/llama_eagle3.py`, `models/kimi_k25_eagle3.py` of SGLang 0.5.23).
+What is refused here cannot be read at all, by anybody. Whether it can be meant is for the checks (`preflight`), since
+SGLang detects few faults: a missing tensor stays random, acceptance length becomes 1.00 and no error is raised.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-
 from drafter.checkpoint import shapes
-from drafter.checkpoint.vocab import DraftVocab, VocabError
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM")
-MAX_HEADER_BYTES = 100 * 1024 * 1024
-# Without num_hidden_layers SGLang would build the 32 layers of its config class, all but the first of them random.
-REQUIRED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
-OPTIONAL_SIZES = (
-    "draft_vocab_size",
-    "max_position_embeddings",
-    "target_hidden_size",
-    "num_aux_hidden_states",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-)
-MOST_LAYERS = 64  # of a drafter; more is a typing error, and would be a long list of missing tensors
+ARCHITECTURES = (shapes.LLAMA, shapes.MLA)
+MAX_HEADER_BYTES = 16 * 1024 * 1024  # a drafter's header is a few kilobytes; parsing takes ten times its size
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
 
 
 class DrafterError(ValueError):
@@ -48,41 +34,50 @@ class DrafterError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its file's header describes it. `dtype` is safetensors' name (F32, BF16, I64, …)."""
+    """One tensor as its file's header describes it.
+
+    `dtype` is safetensors' name (F32, BF16, I64, …); `begin` and `end` are bytes from the start of the file.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
 class DrafterFolder:
-    """A readable drafter. `sha256` covers config.json and every safetensors file: the drafter's identity."""
+    """A readable drafter. `sha256` covers config.json and every safetensors file: the drafter's identity.
+
+    `file_sha256` are the hashes that it is made of. `unloaded` are safetensors files that SGLang passes over,
+    `repeated` tensors that more than one loaded file has.
+    """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     sha256: str
+    file_sha256: dict[str, str]
+    unloaded: tuple[str, ...]
+    repeated: tuple[str, ...]
 
     @property
     def architecture(self) -> str:
-        return str(self.config["architectures"][0])
+        """The class that SGLang builds; empty where config.json names none."""
+        names = self.config.get("architectures")
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
     @property
     def layer_ids(self) -> list[int] | None:
         """The nested `eagle_config` ids, the only ones that drive SGLang's capture; None means its default."""
         return shapes.layer_ids(self.config)
 
-    @property
-    def max_context(self) -> int | None:
-        """The longest context that the drafter's config allows; SGLang refuses to serve beyond it."""
-        return self.config.get("max_position_embeddings")
 
-
-def read_folder(path: Path) -> DrafterFolder:
-    """Read and check a drafter folder. Raises DrafterError on the first fault."""
+def open_folder(path: Path) -> DrafterFolder:
+    """Read a drafter folder whatever it holds. Raises DrafterError where there is nothing to read."""
     try:
-        return _read_folder(path)
+        return _open_folder(path)
     except OSError as error:
         raise DrafterError(
             f"drafter {path}: {error.filename or path} cannot be read ({error.strerror}): expected config.json and "
@@ -90,51 +85,101 @@ def read_folder(path: Path) -> DrafterFolder:
         ) from None
 
 
-def _read_folder(path: Path) -> DrafterFolder:
+def _open_folder(path: Path) -> DrafterFolder:
     if not path.is_dir():
         raise DrafterError(
             f"drafter {path} is not a folder: give the folder that holds config.json and model.safetensors."
         )
-    config = _read_config(path / "config.json")
+    config = _read_object(path / "config.json", "a drafter needs one, in SGLang's format")
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        pickles = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))
+        pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLES)
         found = f"only {pickles[0].name}, a pickle, which is not read" if pickles else "none"
         raise DrafterError(f"drafter {path}: expected a .safetensors file, found {found}.")
+    loaded = _loaded(path, files)
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        tensors.update(read_header(file))
-    _check_weights(path, config, tensors)
-    _check_maps(path, config, tensors)
-    return DrafterFolder(path, config, tensors, _identity([path / "config.json", *files]))
+    repeated: list[str] = []
+    for file in loaded:
+        header = read_header(file)
+        repeated += [name for name in header if name in tensors]
+        tensors |= header
+    unloaded = tuple(file.name for file in files if file not in loaded)
+    hashes = {file.name: _sha256(file) for file in (path / "config.json", *files)}
+    identity = hashlib.sha256("".join(f"{name} {found}\n" for name, found in hashes.items()).encode()).hexdigest()
+    return DrafterFolder(path, config, tensors, identity, hashes, unloaded, tuple(dict.fromkeys(repeated)))
+
+
+def _loaded(path: Path, files: list[Path]) -> list[Path]:
+    """The files that SGLang 0.5.23 loads (`model_loader/weight_utils.py`): those of the index where there is one."""
+    if not (path / INDEX).is_file():
+        names = [file.name for file in files]
+        if len(names) == 2 and names[0].endswith("consolidated.safetensors") and names[1].endswith("model.safetensors"):
+            return files[1:]
+        return files
+    index = _read_object(path / INDEX, "copy the folder again")
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise DrafterError(f"{path / INDEX} has no weight_map of file names: copy it again, or remove it.")
+    by_name = {file.name: file for file in files}
+    missing = sorted({file for file in named.values() if file not in by_name})
+    if missing:
+        raise DrafterError(
+            f"{path / INDEX} names {missing[0]!r:.80}, which is no .safetensors file of the folder: copy the folder "
+            "again."
+        )
+    return [file for file in files if file.name in set(named.values())]
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of a safetensors file, from its header alone.
 
-    Raises DrafterError where the file is cut short or is not safetensors.
+    Raises DrafterError where the file is cut short or is not safetensors, by the rules of safetensors itself: every
+    byte after the header belongs to exactly one tensor.
     """
+    if not file.is_file():  # a pipe would wait for its writer, a device never end
+        raise DrafterError(f"drafter {file.parent}: {file} cannot be read (it is no plain file): copy it again.")
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        head = stream.read(8)
+        length = int.from_bytes(head, "little")
         if size < 8 or not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
-            raise DrafterError(f"{file} is not a safetensors file (or is cut short at {size} bytes): copy it again.")
+            if head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK"):
+                what = "is a pickle, whatever its name, and is not read: export the drafter to safetensors"
+            elif 8 < length + 8 <= size:
+                what = f"has a header of {length:,} bytes, expected {MAX_HEADER_BYTES:,} at most: copy it again"
+            else:
+                what = f"is not a safetensors file (or is cut short at {size} bytes): copy it again"
+            raise DrafterError(f"{file} {what}.")
         raw = stream.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_without_repeats)
         header.pop("__metadata__", None)
-        tensors = {
-            name: TensorInfo(file.name, str(entry["dtype"]), tuple(_size(size) for size in entry["shape"]))
-            for name, entry in header.items()
-        }
-        end = max((_size(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        tensors = {name: _entry(file.name, 8 + length, entry) for name, entry in header.items()}
+        at = 8 + length
+        for name, tensor in sorted(tensors.items(), key=lambda named: (named[1].begin, named[1].end)):
+            if tensor.begin != at:
+                raise ValueError(f"{name!r:.80} begins at byte {tensor.begin}, not at {at}")
+            at = tensor.end
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DrafterError(f"{file} has a broken safetensors header ({error}): copy it again.") from None
-    if size != 8 + length + end:
-        raise DrafterError(
-            f"{file} has {size} bytes, its header says {8 + length + end}: it is cut short, copy it again."
-        )
+        raise DrafterError(f"{file} has a broken safetensors header ({error!s:.200}): copy it again.") from None
+    if size != at:
+        raise DrafterError(f"{file} has {size} bytes, its header says {at}: it is cut short, copy it again.")
     return tensors
+
+
+def _entry(file: str, start: int, entry: dict[str, Any]) -> TensorInfo:
+    dtype, shape = entry["dtype"], tuple(_size(size) for size in entry["shape"])
+    begin, end = (_size(offset) for offset in entry["data_offsets"])
+    if dtype not in BITS:
+        raise ValueError(f"{dtype!r:.40} is no dtype")
+    bits = BITS[dtype]
+    for size in shape:
+        bits *= size
+        if bits > 2**66:  # no file holds so much: stop before the product itself is a burden
+            raise ValueError(f"shape {shape!s:.80} is beyond any file")
+    if bits != 8 * (end - begin):
+        raise ValueError(f"{dtype} {list(shape)} takes {bits / 8:.0f} bytes, not {end - begin}")
+    return TensorInfo(file, dtype, shape, start + begin, start + end)
 
 
 def _size(found: Any) -> int:
@@ -143,184 +188,27 @@ def _size(found: Any) -> int:
     return found
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _read_object(file: Path, purpose: str) -> dict[str, Any]:
+    if file.exists() and not file.is_file():
+        raise DrafterError(f"drafter {file.parent}: {file} cannot be read (it is no plain file): copy it again.")
     try:
-        config: dict[str, Any] = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes())
     except FileNotFoundError:
-        raise DrafterError(f"{file} is missing: a drafter needs one, in SGLang's format.") from None
+        raise DrafterError(f"{file} is missing: {purpose}.") from None
     except (ValueError, RecursionError) as error:
-        raise DrafterError(f"{file} is not JSON ({error}): copy it again.") from None
-    names = config.get("architectures") if isinstance(config, dict) else None
-    if not isinstance(names, list) or not names or names[0] not in ARCHITECTURES:
-        raise DrafterError(
-            f"{file}: 'architectures' is {names!r:.80}, expected [{ARCHITECTURES[0]!r}] or [{ARCHITECTURES[1]!r}]: "
-            "is this an EAGLE-3 drafter in SGLang's format?"
-        )
-    _check_sizes(file, config)
-    _check_layers(file, config)
-    return config
+        raise DrafterError(f"{file} is not JSON ({error!s:.200}): copy it again.") from None
+    if not isinstance(found, dict):
+        raise DrafterError(f"{file} holds {found!r:.40}, expected a JSON object: copy it again.")
+    return found
 
 
-def _check_sizes(file: Path, config: dict[str, Any]) -> None:
-    for key in REQUIRED_SIZES + OPTIONAL_SIZES:
-        found = config.get(key)
-        if (found is None and key in REQUIRED_SIZES) or (found is not None and (type(found) is not int or found < 1)):
-            raise DrafterError(
-                f"{file}: {key!r} is {_shown(config, key)}, expected a whole number above 0: take it from the run that "
-                "trained the drafter."
-            )
-    if config["num_hidden_layers"] > MOST_LAYERS:
-        raise DrafterError(f"{file}: 'num_hidden_layers' is {config['num_hidden_layers']}: an EAGLE-3 drafter has 1.")
-    if config["architectures"][0] == ARCHITECTURES[0]:
-        if "draft_vocab_size" not in config:
-            raise DrafterError(
-                f"{file}: 'draft_vocab_size' is missing, expected the rows of lm_head: SGLang stops without it. "
-                "Write null to share the target's head."
-            )
-        if config.get("target_hidden_size", 0) is None:
-            raise DrafterError(
-                f"{file}: 'target_hidden_size' is null, which SGLang cannot size fc by: leave the key out, or give "
-                "the target's hidden_size."
-            )
-    elif config["num_hidden_layers"] != 1:
-        raise DrafterError(f"{file}: 'num_hidden_layers' is {config['num_hidden_layers']}, SGLang serves 1 here.")
-    if config.get("tie_word_embeddings") is True and config.get("draft_vocab_size") not in (None, config["vocab_size"]):
-        raise DrafterError(
-            f"{file}: 'tie_word_embeddings' makes the target's embedding of {config['vocab_size']:,} rows the head, "
-            f"but 'draft_vocab_size' is {config['draft_vocab_size']:,}: set it to false if lm_head is its own."
-        )
-
-
-def _check_layers(file: Path, config: dict[str, Any]) -> None:
-    nested = config.get("eagle_config")
-    if nested is not None and not isinstance(nested, dict):
-        raise DrafterError(
-            f"{file}: 'eagle_config' is {nested!r:.80}, expected an object with 'eagle_aux_hidden_state_layer_ids': "
-            "SGLang would capture its default layers without a word."
-        )
-    key = "eagle_aux_hidden_state_layer_ids"
-    found = {f"eagle_config.{key}": (nested or {}).get(key)}
-    if config["architectures"][0] != ARCHITECTURES[0]:
-        found[key] = config.get(key)  # sizes fc where the nested one is missing
-    for where, ids in found.items():
-        if ids is not None and not (
-            isinstance(ids, list) and ids and all(type(layer) is int and layer >= 0 for layer in ids)
-        ):
-            raise DrafterError(
-                f"{file}: {where!r} is {ids!r:.80}, expected a list of layer numbers of 0 or more: give the layers "
-                "that the drafter was trained on."
-            )
-        if ids is not None and len(set(ids)) != len(ids):
-            raise DrafterError(
-                f"{file}: {where!r} is {ids!r:.80}, which names a layer twice: SGLang captures each once, so give the "
-                "layers that the drafter was trained on."
-            )
-    captured, sized = len(shapes.layer_ids(config) or ()) or shapes.DEFAULT_AUX, shapes.aux_count(config)
-    if captured != sized and (nested or {}).get("use_aux_hidden_state", True):
-        raise DrafterError(
-            f"{file}: SGLang would capture {captured} layers and size fc for {sized}: make "
-            "'eagle_config.eagle_aux_hidden_state_layer_ids' name as many layers as fc takes."
-        )
-
-
-def _shown(config: dict[str, Any], key: str) -> str:
-    return f"{config[key]!r:.80}" if key in config else "missing"
-
-
-def _check_weights(where: Path, config: dict[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
-    architecture = config["architectures"][0]
-    found = {shapes.canonical_name(name, architecture): (name, info) for name, info in tensors.items()}
-    expected = shapes.expected_shapes(config)
-    missing = [name for name in expected if name not in found]
-    if missing:
-        bare = {shapes.canonical_name(name.removeprefix("model."), architecture): name for name in tensors}
-        skipped = next((bare[name] for name in missing if name in bare), None)
-        hint = f" (it has {skipped}, a name that SGLang skips)" if skipped else ""
-        raise DrafterError(
-            f"drafter {where} lacks {', '.join(missing)}{hint}: SGLang would leave them random and serve at acceptance "
-            "length 1.00 without a word. Export the drafter again."
-        )
-    for name, shape in expected.items():
-        written, info = found[name]
-        if config.get("quantization_config") and not info.dtype.startswith(("F", "BF")):
-            continue  # packed: several values to a byte, or a byte to several
-        if name == "lm_head.weight" and info.shape[:1] != shape[:1]:
-            rows = f"{info.shape[0]:,}" if info.shape else "no"
-            raise DrafterError(
-                f"drafter {where}: lm_head.weight has {rows} rows but draft_vocab_size is {shape[0]:,}: "
-                "make config.json and the weights agree."
-            )
-        if not _fits(info.shape, shape):
-            wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            raise DrafterError(
-                f"drafter {where}: {written} is {list(info.shape)}, config.json asks for [{wanted}]: make config.json "
-                "and the weights agree."
-            )
-
-
-def _fits(found: tuple[int, ...], wanted: shapes.Shape) -> bool:
-    return len(found) == len(wanted) and all(
-        want is None or have == want for have, want in zip(found, wanted, strict=True)
-    )
-
-
-def _check_maps(where: Path, config: dict[str, Any], tensors: Mapping[str, TensorInfo]) -> None:
-    vocab_size = config["vocab_size"]
-    rows = vocab_size if config.get("draft_vocab_size") is None else config["draft_vocab_size"]
-    d2t_name, t2d_name = (next((name for name in tensors if _is_named(name, end)), None) for end in ("d2t", "t2d"))
-    if d2t_name is None:
-        if rows != vocab_size:
-            raise DrafterError(
-                f"drafter {where} drafts over {rows} of {vocab_size} tokens but has no d2t: SGLang would take draft "
-                "ids for target ids. Export it with its map."
-            )
-        return
-    info = tensors[d2t_name]
-    if info.shape != (rows,) or not info.dtype.startswith("I"):
-        raise DrafterError(
-            f"drafter {where}: d2t is {info.dtype} {list(info.shape)}, expected integers [{rows}]: "
-            "one for each draft token."
-        )
-    d2t = _read_tensor(where / info.file, d2t_name).astype(np.int64)
-    t2d = None
-    if t2d_name is not None:
-        info = tensors[t2d_name]
-        if info.shape != (vocab_size,) or info.dtype.startswith(("F", "BF")):
-            raise DrafterError(
-                f"drafter {where}: t2d is {info.dtype} {list(info.shape)}, expected booleans [{vocab_size}], one for "
-                "each target token: write it anew from d2t, or leave it out, since SGLang does not read it."
-            )
-        t2d = _read_tensor(where / info.file, t2d_name)
-    # SGLang serves rows in any order, so what is checked here is the set of the ids that they name.
-    ids = np.sort(d2t + np.arange(rows))
-    repeated = ids[1:][ids[1:] == ids[:-1]]
-    if len(repeated):
-        raise DrafterError(
-            f"drafter {where}: d2t names the target id {repeated[0]} twice, expected {rows:,} distinct ids (row + "
-            "d2t[row]): export it with its map."
-        )
-    try:
-        DraftVocab.from_tensors(ids - np.arange(rows), t2d, vocab_size)
-    except VocabError as error:
-        raise DrafterError(f"drafter {where}: {error}") from None
-
-
-def _read_tensor(file: Path, name: str) -> NDArray[Any]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            tensor: NDArray[Any] = opened.get_tensor(name)
-    except SafetensorError as error:
-        raise DrafterError(f"{file} has a broken safetensors header ({error}): copy it again.") from None
-    return tensor
-
-
-def _is_named(name: str, end: str) -> bool:
-    return f".{name}".endswith(f".{end}")
-
-
-def _identity(files: list[Path]) -> str:
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            total.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
-    return total.hexdigest()
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

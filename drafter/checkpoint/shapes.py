@@ -11,13 +11,21 @@ from math import prod
 from typing import Any
 
 Shape = tuple[int | None, ...]
+LLAMA, MLA = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
 DEFAULT_AUX = 3  # layers that SGLang captures where the config names none
+LEGACY = {
+    "midlayer": "layers.0",
+    "aux_norm_low": "fc_norm.0",
+    "aux_norm_mid": "fc_norm.1",
+    "aux_norm_high": "fc_norm.2",
+}
 
 
 def canonical_name(name: str, architecture: str) -> str:
     """A checkpoint's tensor name as `expected_shapes` spells it; other names than those are never loaded."""
-    if architecture == "LlamaForCausalLMEagle3":
-        name = name.replace("midlayer", "layers.0")
+    if architecture == LLAMA:
+        for old, new in LEGACY.items():
+            name = name.replace(old, new)
         return name if name.startswith("model.lm_head.") else name.removeprefix("model.")
     return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
@@ -29,14 +37,36 @@ def shares_head(config: dict[str, Any]) -> bool:
 
 def layer_ids(config: dict[str, Any]) -> list[int] | None:
     """The nested `eagle_config` ids, the only ones that drive SGLang's capture; None means its default."""
-    ids: list[int] | None = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids: list[int] | None = nested(config).get("eagle_aux_hidden_state_layer_ids")
     return ids
+
+
+def nested(config: dict[str, Any]) -> dict[str, Any]:
+    """The `eagle_config` object; empty where there is none."""
+    found = config.get("eagle_config")
+    return found if isinstance(found, dict) else {}
+
+
+def norm_before_fc(config: dict[str, Any]) -> bool:
+    """Whether the captured states are normed as one before fc (Llama style alone)."""
+    return bool(nested(config).get("norm_before_fc", config.get("norm_before_fc", False)))
+
+
+def fc_norm(config: dict[str, Any]) -> bool:
+    """Whether each captured state is normed by itself before fc."""
+    return bool(config.get("fc_norm") or config.get("use_aux_norm"))
+
+
+def target_hidden(config: dict[str, Any]) -> int:
+    """The width of one captured state."""
+    width: int = config.get("target_hidden_size") or config["hidden_size"]
+    return width
 
 
 def aux_count(config: dict[str, Any]) -> int:
     """How many hidden states of the target SGLang sizes fc for."""
     ids = layer_ids(config)
-    if config["architectures"][0] == "LlamaForCausalLMEagle3":
+    if config["architectures"][0] == LLAMA:
         return config.get("num_aux_hidden_states") or len(ids or ()) or DEFAULT_AUX
     if ids is None:
         ids = config.get("eagle_aux_hidden_state_layer_ids")
@@ -44,10 +74,21 @@ def aux_count(config: dict[str, Any]) -> int:
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
-    """Every weight that a drafter must have, with its shape; lm_head is among them unless the target's is shared."""
+    """Every weight that a drafter must have, with its shape; lm_head is among them unless the target's is shared.
+
+    The embedding is the target's, unless its width is not the drafter's own.
+    """
     hidden, inner = config["hidden_size"], config.get("intermediate_size")
-    features = aux_count(config) * (config.get("target_hidden_size") or hidden)
+    features = aux_count(config) * target_hidden(config)
     found: dict[str, Shape] = {"fc.weight": (hidden, features), "norm.weight": (hidden,)}
+    if config.get("bias"):
+        found["fc.bias"] = (hidden,)
+    if config["architectures"][0] == LLAMA and norm_before_fc(config):
+        found["input_norm.weight"] = (features,)
+    if fc_norm(config):
+        found |= {f"fc_norm.{layer}.weight": (target_hidden(config),) for layer in range(aux_count(config))}
+    if target_hidden(config) != hidden:
+        found["embed_tokens.weight"] = (config["vocab_size"], hidden)
     if not shares_head(config):
         found["lm_head.weight"] = (config["draft_vocab_size"], hidden)
     attention = ATTENTION[config["architectures"][0]]
@@ -92,8 +133,8 @@ def _mla_attention(config: dict[str, Any], inputs: int) -> dict[str, Shape]:
 
 
 ATTENTION: dict[str, Callable[[dict[str, Any], int], dict[str, Shape]]] = {
-    "LlamaForCausalLMEagle3": _llama_attention,
-    "Eagle3DeepseekV2ForCausalLM": _mla_attention,
+    LLAMA: _llama_attention,
+    MLA: _mla_attention,
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from drafter.checkpoint.folder import read_folder
 from drafter.checkpoint.manifest import read_manifest
+from drafter.checkpoint.preflight import read_folder
 from drafter.data.shards import ShardFolder, check_target
 from drafter.training.errors import TrainingError
 from drafter.training.target import Target

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from drafter.checkpoint.folder import read_folder
+from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.training.attention import Layout, attend
 from drafter.training.errors import TrainingError

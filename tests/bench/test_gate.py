@@ -151,7 +151,7 @@ def test_an_engine_of_others_is_no_evidence(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_drafter_that_has_changed_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from drafter.checkpoint.folder import read_folder
+    from drafter.checkpoint.preflight import read_folder
 
     folder = write_drafter(tmp_path / "new")
     flags = ["x", "--speculative-draft-model-path", str(folder)]

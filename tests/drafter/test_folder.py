@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from drafter.checkpoint.folder import DrafterError, read_folder
+from drafter.checkpoint.folder import DrafterError
+from drafter.checkpoint.preflight import read_folder
 from tests.server.drafters import (
     AUX,
     DRAFT_VOCAB,
@@ -30,7 +31,6 @@ WEIGHTS = [(style, name) for style, (_, make) in STYLES.items() for name in make
 def test_a_good_folder(tmp_path):
     folder = read_folder(write_drafter(tmp_path / "d"))
     assert folder.layer_ids == [1, 2, 3]
-    assert folder.max_context == 2048
     assert folder.tensors["lm_head.weight"].shape == (DRAFT_VOCAB, HIDDEN)
     assert folder.tensors["d2t"].dtype == "I64"
 
@@ -125,12 +125,27 @@ SERVED = {
     "mla shared head": (without(mla_tensors(), *HEADLESS), MLA | {"draft_vocab_size": ...}),
     "tied": (without(llama_tensors(), *HEADLESS), {"draft_vocab_size": VOCAB, "tie_word_embeddings": True}),
     "default layers": (llama_tensors(), {"eagle_config": ...}),
-    "one layer": (
-        llama_tensors() | {"fc.weight": ones(HIDDEN, HIDDEN)},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4]}},
+    "two captured layers": (
+        llama_tensors() | {"fc.weight": ones(HIDDEN, 2 * HIDDEN)},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4, 5]}},
     ),
     "counted layers": (llama_tensors(), {"num_aux_hidden_states": AUX}),
-    "another target": (llama_tensors() | {"fc.weight": ones(HIDDEN, AUX * 10)}, {"target_hidden_size": 10}),
+    "another target": (
+        llama_tensors() | {"fc.weight": ones(HIDDEN, AUX * 10), "embed_tokens.weight": ones(VOCAB, HIDDEN)},
+        {"target_hidden_size": 10},
+    ),
+    "normed states": (
+        llama_tensors() | {"input_norm.weight": ones(AUX * HIDDEN)},
+        {"eagle_config": LLAMA["eagle_config"] | {"norm_before_fc": True}},
+    ),
+    "normed one by one": (
+        llama_tensors() | {f"fc_norm.{layer}.weight": ones(HIDDEN) for layer in range(AUX)},
+        {"fc_norm": True},
+    ),
+    "by their old names": (
+        llama_tensors() | {f"aux_norm_{layer}.weight": ones(HIDDEN) for layer in ("low", "mid", "high")},
+        {"use_aux_norm": True},
+    ),
     "mla null target": (mla_tensors(), MLA | {"target_hidden_size": None}),
     "two layers": (llama_tensors() | SECOND, {"num_hidden_layers": 2}),
     "no t2d": (without(llama_tensors(), "t2d"), {}),
@@ -186,6 +201,15 @@ def test_a_folder_that_cannot_be_looked_at(tmp_path):
             read_folder(path)
 
 
+def test_a_width_that_the_engine_would_misread(tmp_path):
+    one = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [4]}}
+    with pytest.raises(DrafterError, match="SGLang skips fc"):
+        read_folder(write_drafter(tmp_path / "a", llama_tensors() | {"fc.weight": ones(HIDDEN, HIDDEN)}, **one))
+    tensors = llama_tensors() | {"fc.weight": ones(HIDDEN, AUX * 10)}
+    with pytest.raises(DrafterError, match=r"lacks embed_tokens.weight"):
+        read_folder(write_drafter(tmp_path / "b", tensors, target_hidden_size=10))
+
+
 def test_a_head_of_another_size(tmp_path):
     with pytest.raises(DrafterError, match=r"lm_head.weight has 16 rows but draft_vocab_size is 15"):
         read_folder(write_drafter(tmp_path / "d", draft_vocab_size=15))
@@ -200,9 +224,9 @@ def test_a_map_of_another_shape(tmp_path, d2t):
 @pytest.mark.parametrize(
     ("row", "offset", "message"),
     [
-        (0, -1, "names the target ids -1 to"),
+        (0, -1, "names the target id -1 at row 0"),
         (DRAFT_VOCAB - 1, VOCAB - DRAFT_VOCAB + 1, "the target has 64 tokens"),
-        (5, 2**63 - 1, "names the target ids"),
+        (5, 2**63 - 1, "names the target id -"),
         (1, -1, "names the target id 0 twice"),
         (1, 1, "they are not the same ones"),
     ],
@@ -282,7 +306,8 @@ def test_layers_that_only_size_fc(tmp_path):
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("1" * 5000, "is not JSON"),
-        ("[]", "'architectures' is None"),
+        ("[]", "expected a JSON object"),
+        ("{}", "'architectures' is None"),
         ('{"architectures": ["LlamaForCausalLM"]}', "expected"),
     ],
 )

@@ -7,12 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafter.checkpoint.folder import DrafterError, read_folder
+from drafter.checkpoint.folder import DrafterError
 from drafter.checkpoint.manifest import Manifest, file_sha256, read_manifest, write_folder
+from drafter.checkpoint.preflight import read_folder
+from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.tensorfile import to_bf16, to_float32, write_tensors
-from tests.server.drafters import llama_tensors, write_drafter
+from tests.server.drafters import TARGET_IDS, VOCAB, llama_tensors, write_drafter
 
-MANIFEST = Manifest("d", "v", {"name": "t"}, {"layer_ids": [1]}, {"kind": "scratch"}, {"steps": 1})
+HASH = DraftVocab(TARGET_IDS, VOCAB).hash
+MANIFEST = Manifest("d", HASH, {"name": "t"}, {"layer_ids": [1]}, {"kind": "scratch"}, {"steps": 1})
 
 
 def test_bf16_is_rounded_as_torch_rounds_it(tmp_path):

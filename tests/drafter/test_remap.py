@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from drafter.__main__ import main
 from drafter.checkpoint import remap_cli
-from drafter.checkpoint.folder import read_folder
 from drafter.checkpoint.manifest import read_manifest
+from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.target import target_identity
 from drafter.data.tensorfile import map_tensors, to_bf16, to_float32, write_tensors

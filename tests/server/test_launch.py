@@ -10,17 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drafter.checkpoint.folder import DrafterError, read_folder
+from drafter.checkpoint.folder import DrafterError
+from drafter.checkpoint.preflight import read_folder
 from server.config import load_profile
 from server.launch import (
     LaunchError,
     build_launch,
     changed_arguments,
+    check_drafter,
     child_environment,
     ngram_obstacle,
     resolve_drafter,
 )
-from server.plan import warnings_of
+from server.plan import warned, warnings_of
 from tests.server.drafters import DRAFT_VOCAB, llama_tensors, write_drafter
 
 REPO = Path(__file__).parents[2]
@@ -139,7 +141,7 @@ def test_combinations_that_cannot_be_served(profile, name, options, message):
 def test_a_drafter_that_does_not_fit(profile, edit, message):
     made = profile(edit=edit)
     with pytest.raises(DrafterError) as caught:
-        resolve_drafter(made, "mine")
+        check_drafter(made, resolve_drafter(made, "mine"))
     assert message in str(caught.value)
 
 
@@ -207,7 +209,8 @@ def test_what_the_engine_changed_is_listed():
 
 def test_warnings_on_blackwell(profile):
     made = profile("cuda", edit=("[speculation]", 'quantization = "modelopt_fp4"\n[speculation]'))
-    text = "\n".join(warnings_of(made, resolve_drafter(made, "mine")))
+    drafter = resolve_drafter(made, "mine")
+    text = "\n".join([*warnings_of(made, drafter), *warned(check_drafter(made, drafter))])
     assert 'attention_backend = "flashinfer"' in text
     assert 'quantization = "unquant"' in text
     assert "mem_fraction is not set" in text

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafter.checkpoint.folder import read_folder
 from drafter.checkpoint.manifest import read_manifest
+from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import ShardError, open_shards
 from drafter.training.cli import add_evaluate, add_train

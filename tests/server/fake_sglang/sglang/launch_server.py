@@ -2,7 +2,8 @@
 
 FAKE_SGLANG is a list, with semicolons, of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
 change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
-no token comes), no-plugin (captures nothing), shake:NAME=JSON (an entry of the capture's handshake).
+no token comes), no-plugin (captures nothing), accepts:HISTOGRAM (of each answer, 0,0,9,9 unless told), no-template
+(chat is refused), no-statistics, shake:NAME=JSON (an entry of the capture's handshake).
 """
 
 import json
@@ -78,6 +79,19 @@ if (captured := os.environ.get("EYAS_CAPTURE_DIR")) and "no-plugin" not in CUES:
     (Path(captured) / "handshake.json").write_text(json.dumps(handshake))
 
 
+def details():
+    if "no-statistics" in CUES:
+        return None
+    told = next((cue.removeprefix("accepts:") for cue in CUES if cue.startswith("accepts:")), "0,0,9,9")
+    histogram = [int(steps) for steps in told.split(",")]
+    correct = sum(accepted * steps for accepted, steps in enumerate(histogram))
+    return {
+        "spec_correct_drafts_histogram": histogram,
+        "spec_verify_ct": sum(histogram),
+        "spec_num_correct_drafts": correct,
+    }
+
+
 class Handler(BaseHTTPRequestHandler):
     def answer(self, status, body):
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
@@ -102,11 +116,14 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, "")
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "{}")
         if self.headers["authorization"] != f"Bearer {KEYS['api-key']}":
             self.answer(401, {"error": "Unauthorized"})
+        elif "no-template" in CUES and "chat" in self.path:
+            self.answer(400, {"error": "no chat template"})
         else:
-            self.answer(500 if "no-token" in CUES else 200, {"choices": [{"text": "x"}]})
+            extension = {"spec_tokens_details": details()} if "return_spec_tokens_details" in body else {}
+            self.answer(500 if "no-token" in CUES else 200, {"choices": [{"text": "x"}], "sglext": extension})
 
     def log_message(self, *args):
         pass
