@@ -8,6 +8,7 @@ import sys
 from drafter.checkpoint.cli import add_vocab
 from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
+from drafter.speedup_cli import add_speedup
 from drafter.training.cli import add_evaluate, add_train
 
 STEPS = """\
@@ -17,6 +18,7 @@ the steps, each resumable by running the same command again:
   capture    an engine reads them, and writes down what it would feed a drafter
   train      the drafter learns to go on as the target does
   evaluate   what an engine would accept of it
+  speedup    what that is worth on a machine, measured or on paper
 The whole way, from an empty folder: deploy/recipes/smollm2.sh
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
@@ -32,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate):
+    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_speedup):
         add(commands)
     return top
 

@@ -37,10 +37,13 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def __add__(self, other: StepTime) -> StepTime:
         return StepTime(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __mul__(self, count: int) -> StepTime:
+        return StepTime(**{f.name: getattr(self, f.name) * count for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,8 @@ def target(name: str) -> Target:
 
 
 def distinct_experts(experts: int, chosen: int, tokens: float) -> float:
-    """Expected number of experts that `tokens` tokens touch, each choosing `chosen` of `experts` evenly, independently."""
-    return experts * (1 - (1 - chosen / experts) ** tokens)
+    """Expected number of experts touched by `tokens` tokens, each of which chooses `chosen` evenly, independently."""
+    return float(experts * (1 - (1 - chosen / experts) ** tokens))
 
 
 def decode_step(on: Machine, model: Target, batch: int, context: float) -> StepTime:
@@ -192,9 +195,9 @@ def paper_costs(
 
 def _forward(on: Machine, model: Target, batch: int, tokens: int, context: float) -> StepTime:
     """The target over `tokens` tokens of `batch` requests, logits of them all."""
-    time = StepTime()
-    for layer in range(model.layers):
-        time += _layer(on, model, batch, tokens, context, dense=layer < model.dense_layers)
+    time = _layer(on, model, batch, tokens, context, dense=True) * model.dense_layers
+    if model.layers > model.dense_layers:
+        time += _layer(on, model, batch, tokens, context, dense=False) * (model.layers - model.dense_layers)
     time += _times(on, [GLUE] * GLUE_AFTER_HEAD)
     time += _head(on, model.hidden, model.vocab, tokens, model.bytes["head"], model.math["head"])
     return time + _reduced(on, tokens * model.hidden)  # the embedding is spread over the GPUs as well

@@ -90,7 +90,9 @@ def stops_paying(costs: Costs, acceptance: Acceptance) -> int | None:
     return stop
 
 
-def adaptive_config(costs: Costs, overall: Acceptance, parts: Sequence[Acceptance] = ()) -> dict[str, dict[str, object]]:
+def adaptive_config(
+    costs: Costs, overall: Acceptance, parts: Sequence[Acceptance] = ()
+) -> dict[str, dict[str, object]]:
     """SGLang's `--speculative-adaptive-config`, from costs: which numbers of draft steps to choose from by batch size.
 
     For each batch size: the best number for all requests together, and the lowest that is best for a part of them (a
