@@ -195,12 +195,13 @@ def paper_costs(
 
 def _forward(on: Machine, model: Target, batch: int, tokens: int, context: float) -> StepTime:
     """The target over `tokens` tokens of `batch` requests, logits of them all."""
-    time = _layer(on, model, batch, tokens, context, dense=True) * model.dense_layers
+    time: StepTime = _layer(on, model, batch, tokens, context, dense=True) * model.dense_layers
     if model.layers > model.dense_layers:
         time += _layer(on, model, batch, tokens, context, dense=False) * (model.layers - model.dense_layers)
     time += _times(on, [GLUE] * GLUE_AFTER_HEAD)
     time += _head(on, model.hidden, model.vocab, tokens, model.bytes["head"], model.math["head"])
-    return time + _reduced(on, tokens * model.hidden)  # the embedding is spread over the GPUs as well
+    time += _reduced(on, tokens * model.hidden)  # the embedding is spread over the GPUs as well
+    return time
 
 
 def _layer(on: Machine, model: Target, batch: int, tokens: int, context: float, dense: bool) -> StepTime:
