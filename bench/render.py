@@ -147,10 +147,10 @@ def markdown(report: Report) -> str:
         fenced = "\n".join(f"    {line}" for line in error.splitlines())
         parts += [f"## Failed: {_cell(name)}", fenced]
     where = report["provenance"]
-    parts.append(
-        f"`{where['command']}`\n\n"
-        f"profile sha256 `{where['profile_sha256']}`, prompts sha256 `{where['prompts_sha256']}`"
-    )
+    hashes = [
+        f"{name} sha256 `{where[f'{name}_sha256']}`" for name in ("profile", "prompts") if f"{name}_sha256" in where
+    ]
+    parts.append(f"`{where['command']}`\n\n{', '.join(hashes)}")
     return "\n\n".join(parts) + "\n"
 
 
