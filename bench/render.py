@@ -194,8 +194,8 @@ def _by_place(report: Report, variants: Sequence[Mapping[str, Any]], key: str, t
 
 
 def bucket_name(low: int, high: int) -> str:
-    """A bucket of tokens, both ends in it."""
-    return f"{low}-{high}" if high > low else str(low)
+    """A bucket of tokens, from `low` up to but not including `high`, as a person counts: both ends in it."""
+    return f"{low}-{high - 1}" if high > low + 1 else str(low)
 
 
 def heading(report: Report) -> str:

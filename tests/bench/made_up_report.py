@@ -91,7 +91,7 @@ def variant(drafter: str, concurrency: int, thinking: str) -> dict[str, Any]:
     length = made["acceptance_length"]
     for key, slope in (("by_answer_position", -0.1), ("by_context_length", -0.2)):
         made[key] = [
-            {"from": 64 * each, "to": 64 * each + 63, "steps": 40, "acceptance_length": max(1.0, length + slope * each)}
+            {"from": 64 * each, "to": 64 * each + 64, "steps": 40, "acceptance_length": max(1.0, length + slope * each)}
             for each in range(5)
         ]
     return made

@@ -12,7 +12,7 @@ from bench.evidence import comparisons, counted, has_interval, interval
 def variant(name: str, histograms: dict[str, list[list[int]]], speed: float = 10.0) -> dict[str, Any]:
     """`histograms`: those of each prompt's answers; a prompt's category is its first letter."""
     requests = [
-        {"prompt_id": prompt, "category": prompt[0], "histogram": histogram}
+        {"prompt_id": prompt, "category": prompt[0], "histogram": histogram, "tokens": 8, "seconds": 8 / speed}
         for prompt, some in histograms.items()
         for histogram in some
     ]
@@ -21,6 +21,8 @@ def variant(name: str, histograms: dict[str, list[list[int]]], speed: float = 10
         "drafter": name,
         "requests": requests,
         "tokens_per_second": speed,
+        "concurrency": 4,
+        "thinking": "default",
         **({"acceptance_length": 1.0} if spoke else {}),
     }
 

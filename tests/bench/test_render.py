@@ -117,8 +117,8 @@ def test_what_the_bench_has_decided_itself_is_shown(report: dict[str, Any]):
     new["greedy_equal"] = {"equal": 1, "total": 2, "near_ties": 1}
     new["sampling"] = {"differs": True, "p_value": 0.00012}
     new["by_answer_position"] = [
-        {"from": 0, "to": 31, "acceptance_length": 2.5},
-        {"from": 32, "to": 63, "acceptance_length": 2.0},
+        {"from": 0, "to": 32, "acceptance_length": 2.5},
+        {"from": 32, "to": 64, "acceptance_length": 2.0},
     ]
     acceptance, speed, *_, places = grids(report)
     assert acceptance.columns[-1] == "sampling"

@@ -11,9 +11,7 @@ from tests.tiny import TinyPair
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_longer_chains_cost_more_and_every_cycle_gives_one_token(
-    engines: EnginePool, tiny: Callable[[str], TinyPair]
-):
+def test_longer_chains_cost_more_and_every_cycle_gives_one_token(engines: EnginePool, tiny: Callable[[str], TinyPair]):
     engines.stop()
     llama = tiny("llama")
     profile = engines.profile(llama)
