@@ -1,214 +1,292 @@
-"""Pictures of a report as SVG: curves, and rows of marks with their intervals.
-
-Hand-made, since two kinds are all there is: no plotting library, text stays text, and colours come from the page's
-style sheet, so that the same picture is legible on a phone, in the dark and on paper. A series is told by its colour,
-its dash and its mark, so that it survives a black-and-white printer. Coordinates are in the picture's own units, which
-are about a phone's pixels.
-"""
+"""What a report's page shows as pictures: each a figure with its title, its legend and a sentence, or nothing where the
+report does not hold what it would be drawn from."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import Any
 
-WIDTH = 360
-LEFT, RIGHT, TOP, BOTTOM = 40, 12, 10, 34
-CURVES_HEIGHT = 220
-ROW_HEIGHT = 18  # of each mark in a row
-ROW_LABEL = 18  # above each row's marks
-STYLES = 8  # as many as the style sheet has; more series repeat them
-DASHES = ("", "6 3", "2 3", "8 3 2 3")
+from bench.render import PLACES, bucket_name, label, several_loads, speedup_of
+from bench.svg import Mark, Row, Series, curves, rows, swatch
+from drafter.report import Report
+from drafter.speedup import Costs, speedup
 
-
-@dataclass(frozen=True)
-class Series:
-    """A curve: (place on the x axis, value, low, high) for each point; low and high are None without an interval."""
-
-    name: str
-    style: int
-    points: tuple[tuple[float, float, float | None, float | None], ...]
+Variant = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Mark:
-    """One value in a row, with its interval where it has one."""
-
-    name: str
-    style: int
-    value: float
-    low: float | None = None
-    high: float | None = None
+def pictures(report: Report, costs: Costs | None = None) -> list[str]:
+    """All figures, as HTML. costs: of the same deployment, for pictures over the number of draft steps."""
+    styles = _styles(report)
+    drawn = [picture for draw in PICTURES for picture in draw(report, styles)]
+    return drawn if costs is None else drawn + _over_steps(report, costs)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A labelled row of marks. `limit`: a tick that the marks are to be held against."""
-
-    label: str
-    marks: tuple[Mark, ...]
-    limit: float | None = None
+def measured(report: Report) -> list[Variant]:
+    """The variants that gave figures."""
+    return [variant for variant in report["variants"] if variant["status"] == "ok"]
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`: steps of 1, 2 or 5 times a power of ten."""
-    if high <= low:
-        high = low + (abs(low) or 1.0)
-    rough = (high - low) / max(1, wanted - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(place * step, 12) for place in range(first, last + 1)]
+def _name(report: Report, variant: Variant) -> str:
+    """A series: a drafter at all its numbers of requests at a time."""
+    return label(report, variant, load=False)
 
 
-def curves(
-    series: Sequence[Series],
-    *,
-    what: str,
-    x_label: str,
-    x_ticks: Sequence[tuple[float, str]],
-    rule: float | None = None,
-    from_zero: bool = True,
-) -> str:
-    """Lines with their intervals. rule: a value to hold them against, drawn across. what: the picture in words."""
-    values = [value for each in series for point in each.points for value in point[1:] if value is not None]
-    values += [] if rule is None else [rule]
-    ticks = nice_ticks(0.0 if from_zero else min(values), max(values))
-    left, right = min(x for x, _ in x_ticks), max(x for x, _ in x_ticks)
-
-    def across(x: float) -> float:
-        share = (x - left) / (right - left) if right > left else 0.5
-        return LEFT + 12 + share * (WIDTH - LEFT - RIGHT - 24)
-
-    def up(y: float) -> float:
-        share = (y - ticks[0]) / (ticks[-1] - ticks[0])
-        return TOP + (1 - share) * (CURVES_HEIGHT - TOP - BOTTOM)
-
-    parts = []
-    for tick in ticks:
-        parts.append(_line("grid", LEFT, up(tick), WIDTH - RIGHT, up(tick)))
-        parts.append(_text(LEFT - 5, up(tick) + 4, _tick(tick, ticks), "end"))
-    for x, label in _thinned(x_ticks):
-        parts.append(_text(across(x), CURVES_HEIGHT - BOTTOM + 15, label, "middle"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, CURVES_HEIGHT - 4, x_label, "middle"))
-    if rule is not None:
-        parts.append(_line("rule", LEFT, up(rule), WIDTH - RIGHT, up(rule)))
-    for each in series:
-        ends = [(across(x), up(y)) for x, y, _, _ in each.points]
-        dash = DASHES[each.style % len(DASHES)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in ends)
-        parts.append(
-            f'<polyline class="line s{each.style % STYLES}" points="{path}"'
-            + (f' stroke-dasharray="{dash}"' if dash else "")
-            + "/>"
-        )
-        for (_, value, low, high), (x, y) in zip(each.points, ends, strict=True):
-            if low is not None and high is not None:
-                parts.append(_line(f"bar s{each.style % STYLES}", x, up(low), x, up(high)))
-            parts.append(_mark(each.style, x, y, _title(each.name, value, low, high)))
-    return _svg(what, CURVES_HEIGHT, parts)
+def _styles(report: Report) -> dict[str, int]:
+    """A style for each series, the same in every picture."""
+    return {name: place for place, name in enumerate(dict.fromkeys(_name(report, each) for each in measured(report)))}
 
 
-def rows(entries: Sequence[Row], *, what: str, x_label: str, rule: float | None = None, from_zero: bool = False) -> str:
-    """Marks with their intervals, row by row. rule: a value to hold all against, drawn from top to bottom."""
-    values = [
-        value
-        for entry in entries
-        for mark in entry.marks
-        for value in (mark.value, mark.low, mark.high)
-        if value is not None
+def _figure(title: str, picture: str, legend: Mapping[str, int], note: str = "") -> str:
+    """A picture with its title and, where there is more than one series, its legend."""
+    entries = "".join(f"<li>{swatch(style)}{escape(name)}</li>" for name, style in legend.items())
+    shown = f'<ul class="legend">{entries}</ul>' if len(legend) > 1 else ""
+    said = f"<p>{escape(note)}</p>" if note else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{shown}{picture}{said}</figure>"
+
+
+def _interval(table: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
+    low, high = table.get(f"{key}_ci95", (None, None))
+    return low, high
+
+
+def _speedups(report: Report, styles: Mapping[str, int]) -> list[str]:
+    """Tokens/s against the baseline's: over the load where there are several, else drafter by drafter."""
+    baseline = report["provenance"].get("baseline")
+    compared = [
+        (variant, gain)
+        for variant in measured(report)
+        if variant["drafter"] != baseline and (gain := speedup_of(report, variant)) is not None
     ]
-    values += [entry.limit for entry in entries if entry.limit is not None]
-    values += [] if rule is None else [rule]
-    ticks = nice_ticks(min(0.0, *values) if from_zero else min(values), max(values))
-    heights = [ROW_LABEL + ROW_HEIGHT * max(1, len(entry.marks)) for entry in entries]
-    bottom = TOP + sum(heights)
+    if not compared:
+        return []
+    title = f"Speed-up over {baseline}"
+    legend = {name: styles[name] for name in dict.fromkeys(_name(report, variant) for variant, _ in compared)}
+    if several_loads(report)[0]:
+        loads = sorted({variant["concurrency"] for variant, _ in compared})
+        series = [
+            Series(
+                name,
+                style,
+                tuple(
+                    (loads.index(variant["concurrency"]), gain, *_interval(variant, "speedup"))
+                    for variant, gain in sorted(compared, key=lambda pair: pair[0]["concurrency"])
+                    if _name(report, variant) == name
+                ),
+            )
+            for name, style in legend.items()
+        ]
+        picture = curves(
+            series,
+            what=title,
+            x_label="requests at a time",
+            x_ticks=[(place, str(load)) for place, load in enumerate(loads)],
+            rule=1.0,
+        )
+    else:
+        entries = [
+            Row(name, (Mark(name, styles[name], gain, *_interval(variant, "speedup")),))
+            for variant, gain in compared
+            for name in [_name(report, variant)]
+        ]
+        picture = rows(entries, what=title, x_label=f"tokens/s over those of {baseline}", rule=1.0, from_zero=True)
+        legend = {}
+    return [_figure(title, picture, legend, "Dashed: as fast as without. Below it, speculation loses.")]
 
-    def across(x: float) -> float:
-        return RIGHT + (x - ticks[0]) / (ticks[-1] - ticks[0]) * (WIDTH - 2 * RIGHT)
 
-    parts = []
-    for tick in ticks:
-        parts.append(_line("grid", across(tick), TOP, across(tick), bottom))
-        anchor = "start" if tick == ticks[0] else "end" if tick == ticks[-1] else "middle"
-        parts.append(_text(across(tick), bottom + 14, _tick(tick, ticks), anchor))
-    parts.append(_text(WIDTH / 2, bottom + 30, x_label, "middle"))
-    if rule is not None:
-        parts.append(_line("rule", across(rule), TOP, across(rule), bottom))
-    at = float(TOP)
-    for entry, height in zip(entries, heights, strict=True):
-        if at > TOP:
-            parts.append(_line("grid", RIGHT, at, WIDTH - RIGHT, at))
-        parts.append(_text(RIGHT, at + 13, _short(entry.label, 52), "start", entry.label))
-        for place, mark in enumerate(entry.marks):
-            y = at + ROW_LABEL + ROW_HEIGHT * (place + 0.4)
-            if mark.low is not None and mark.high is not None:
-                parts.append(_line(f"bar s{mark.style % STYLES}", across(mark.low), y, across(mark.high), y))
-            parts.append(_mark(mark.style, across(mark.value), y, _title(mark.name, mark.value, mark.low, mark.high)))
-        if entry.limit is not None:
-            x = across(entry.limit)
-            parts.append(_line("limit", x, at + ROW_LABEL - 1, x, at + height - 3))
-        at += height
-    return _svg(what, bottom + 36, parts)
+def _speeds(report: Report, styles: Mapping[str, int]) -> list[str]:
+    """Tokens/s over the load, where there are several."""
+    if not several_loads(report)[0]:
+        return []
+    ordered = sorted(measured(report), key=lambda variant: int(variant["concurrency"]))
+    loads = sorted({variant["concurrency"] for variant in ordered})
+    series = [
+        Series(
+            name,
+            style,
+            tuple(
+                (loads.index(each["concurrency"]), each["tokens_per_second"], None, None)
+                for each in ordered
+                if _name(report, each) == name
+            ),
+        )
+        for name, style in styles.items()
+    ]
+    ticks = [(place, str(load)) for place, load in enumerate(loads)]
+    picture = curves(series, what="Tokens per second", x_label="requests at a time", x_ticks=ticks)
+    return [_figure("Tokens per second, all requests together", picture, styles)]
 
 
-def swatch(style: int) -> str:
-    """A series' line and mark, for a legend."""
-    dash = DASHES[style % len(DASHES)]
-    line = f'<polyline class="line s{style % STYLES}" points="1,7 27,7"' + (
-        f' stroke-dasharray="{dash}"' if dash else ""
+def _break_even(report: Report, styles: Mapping[str, int]) -> list[str]:
+    """Acceptance length against the one that would break even, variant by variant."""
+    known = [each for each in measured(report) if "step_cost" in each and "acceptance_length" in each]
+    if not known:
+        return []
+    entries = []
+    for variant in known:
+        name = _name(report, variant)
+        mark = Mark(name, styles[name], variant["acceptance_length"], *_interval(variant, "acceptance_length"))
+        entries.append(Row(label(report, variant), (mark,), variant["step_cost"]))
+    picture = rows(entries, what="Acceptance length against break-even", x_label="acceptance length; tick: break-even")
+    return [_figure("Does it pay?", picture, {}, "Right of its tick, a drafter is worth its verify steps.")]
+
+
+def _firsts(report: Report) -> list[Variant]:
+    """One variant that speculated for each series: at its smallest load."""
+    found: dict[str, Variant] = {}
+    for variant in sorted(measured(report), key=lambda each: int(each["concurrency"])):
+        if "acceptance_length" in variant:
+            found.setdefault(_name(report, variant), variant)
+    return list(found.values())
+
+
+def _positions(report: Report, styles: Mapping[str, int]) -> list[str]:
+    """Shares of steps that accept each draft position, and the acceptance length of shorter chains."""
+    firsts = [variant for variant in _firsts(report) if variant["full_acc"]]
+    if not firsts:
+        return []
+    longest = max(len(variant["full_acc"]) for variant in firsts)
+    ticks = [(float(place), str(place)) for place in range(1, longest + 1)]
+    legend = {name: styles[name] for name in (_name(report, variant) for variant in firsts)}
+    shares, lengths = [], []
+    for variant in firsts:
+        name, chances = _name(report, variant), variant["full_acc"]
+        sums = [1 + sum(chances[: place + 1]) for place in range(len(chances))]
+        shares.append(_plain(name, legend[name], chances))
+        lengths.append(_plain(name, legend[name], sums))
+    accepted = curves(shares, what="Accepted by position", x_label="draft position", x_ticks=ticks)
+    chains = curves(
+        lengths, what="Acceptance length over draft steps", x_label="draft steps", x_ticks=ticks, from_zero=False
     )
-    return f'<svg class="swatch" viewBox="0 0 28 14" aria-hidden="true">{line}/>{_mark(style, 14, 7, "")}</svg>'
+    return [
+        _figure("Verify steps that accept up to a position", accepted, legend),
+        _figure("Acceptance length over draft steps", chains, legend, "Of the same drafter with a shorter chain."),
+    ]
 
 
-def _svg(what: str, height: float, parts: Iterable[str]) -> str:
-    body = "".join(parts)
-    return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(what)}">{body}</svg>'
+def _plain(name: str, style: int, values: Sequence[float]) -> Series:
+    return Series(name, style, tuple((place + 1.0, value, None, None) for place, value in enumerate(values)))
 
 
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+def _categories(report: Report, styles: Mapping[str, int]) -> list[str]:
+    firsts = _firsts(report)
+    names = list(dict.fromkeys(name for variant in firsts for name in variant["categories"]))
+    entries = []
+    for category in names:
+        marks = tuple(
+            Mark(
+                name,
+                styles[name],
+                found["acceptance_length"],
+                *_interval(found, "acceptance_length"),
+            )
+            for variant in firsts
+            if "acceptance_length" in (found := variant["categories"].get(category, {}))
+            for name in [_name(report, variant)]
+        )
+        if marks:
+            entries.append(Row(category, marks))
+    if len(entries) < 2:
+        return []
+    legend = {name: styles[name] for name in (_name(report, variant) for variant in firsts)}
+    picture = rows(entries, what="Acceptance length by category", x_label="acceptance length")
+    return [_figure("Acceptance length by category", picture, legend)]
 
 
-def _text(x: float, y: float, text: str, anchor: str, title: str | None = None) -> str:
-    hint = f"<title>{escape(title)}</title>" if title and title != text else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{hint}{escape(text)}</text>'
+def _differences(report: Report, styles: Mapping[str, int]) -> list[str]:
+    """Paired differences with their intervals."""
+    compared = report.get("comparisons", [])
+    if not compared:
+        return []
+    entries = [
+        Row(
+            label(report, each),
+            (
+                Mark(
+                    f"p {each['p_adjusted']:.3f}",
+                    _style_of(each["b"], styles),
+                    each["delta_acceptance_length"],
+                    *each["ci95"],
+                ),
+            ),
+        )
+        for each in compared
+    ]
+    title = "Differences of acceptance length, prompt by prompt"
+    picture = rows(entries, what=title, x_label="difference, with its 95 % interval", rule=0.0)
+    return [_figure(title, picture, {}, "Dashed: no difference.")]
 
 
-def _mark(style: int, x: float, y: float, title: str) -> str:
-    """Disc, square, diamond or triangle, by style."""
-    hint = f"<title>{escape(title)}</title>" if title else ""
-    kind = f'class="mark s{style % STYLES}"'
-    shape = style % 4
-    if shape == 0:
-        return f'<circle {kind} cx="{x:.1f}" cy="{y:.1f}" r="4">{hint}</circle>'
-    offsets = {
-        1: ((-3.5, -3.5), (3.5, -3.5), (3.5, 3.5), (-3.5, 3.5)),
-        2: ((0, -5), (5, 0), (0, 5), (-5, 0)),
-        3: ((0, -5), (4.5, 3.5), (-4.5, 3.5)),
-    }[shape]
-    path = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in offsets)
-    return f'<polygon {kind} points="{path}">{hint}</polygon>'
+def _style_of(drafter: str, styles: Mapping[str, int]) -> int:
+    return next((style for name, style in styles.items() if name.split(",")[0] == drafter), 0)
 
 
-def _title(name: str, value: float, low: float | None, high: float | None) -> str:
-    interval = "" if low is None or high is None else f" ({low:.3g} to {high:.3g})"
-    return f"{name}: {value:.3g}{interval}"
+def _places(report: Report, styles: Mapping[str, int]) -> list[str]:
+    """Acceptance length by position in the answer and by context length."""
+    drawn = []
+    for key, title in PLACES.items():
+        firsts = [variant for variant in _firsts(report) if variant.get(key)]
+        buckets = sorted({(each["from"], each["to"]) for variant in firsts for each in variant[key]})
+        if len(buckets) < 2:
+            continue
+        legend = {name: styles[name] for name in (_name(report, variant) for variant in firsts)}
+        series = [
+            Series(
+                _name(report, variant),
+                legend[_name(report, variant)],
+                tuple(
+                    (buckets.index((each["from"], each["to"])), each["acceptance_length"], None, None)
+                    for each in sorted(variant[key], key=lambda bucket: int(bucket["from"]))
+                ),
+            )
+            for variant in firsts
+        ]
+        ticks = [(float(place), bucket_name(low, high)) for place, (low, high) in enumerate(buckets)]
+        picture = curves(series, what=title, x_label="tokens", x_ticks=ticks, from_zero=False)
+        drawn.append(_figure(title, picture, legend))
+    return drawn
 
 
-def _tick(value: float, ticks: Sequence[float]) -> str:
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    return f"{value:,.{digits}f}"
+def _over_steps(report: Report, costs: Costs) -> list[str]:
+    """Speed-up over draft steps for each drafter, and break-even, from measured costs."""
+    drawn = []
+    batches = costs.batches
+    shades = {f"{batch} at a time": place for place, batch in enumerate(batches)}
+    for variant in (each for each in _firsts(report) if "steps" in each):  # NGRAM has none, and other costs
+        chances = variant["full_acc"]
+        series = []
+        for name, batch in zip(shades, batches, strict=True):
+            steps = [each for each in sorted(costs.step_ms[batch]) if each <= len(chances)]
+            points = [(float(each), speedup(costs, chances, batch, each), None, None) for each in steps]
+            series.append(Series(name, shades[name], tuple(points)))
+        if all(len(each.points) > 1 for each in series):
+            title = f"Predicted speed-up of {_name(report, variant)} over draft steps"
+            ticks = [(x, f"{x:g}") for x in sorted({point[0] for each in series for point in each.points})]
+            picture = curves(series, what=title, x_label="draft steps", x_ticks=ticks, rule=1.0)
+            drawn.append(_figure(title, picture, shades, "Its acceptance here, with measured costs of a step."))
+    steps = sorted(set.intersection(*(set(row) for row in costs.step_ms.values())))
+    series = [
+        Series(
+            f"{each} draft step{'' if each == 1 else 's'}",
+            place,
+            tuple((float(at), costs.ratio(batch, each), None, None) for at, batch in enumerate(batches)),
+        )
+        for place, each in enumerate(steps)
+    ]
+    if series and len(batches) > 1:
+        ticks = [(float(at), str(batch)) for at, batch in enumerate(batches)]
+        title = "Acceptance length that breaks even"
+        picture = curves(series, what=title, x_label="requests at a time", x_ticks=ticks, from_zero=False)
+        drawn.append(_figure(title, picture, {each.name: each.style for each in series}, costs.source))
+    return drawn
 
 
-def _thinned(ticks: Sequence[tuple[float, str]]) -> Sequence[tuple[float, str]]:
-    """As many of the labels as fit beside each other: about six units a letter."""
-    longest = max(len(label) for _, label in ticks)
-    fit = max(2, int((WIDTH - LEFT - RIGHT) / (7 * longest + 8)))
-    return ticks[:: math.ceil(len(ticks) / fit)]
-
-
-def _short(text: str, limit: int) -> str:
-    return text if len(text) <= limit else "…" + text[-(limit - 1) :]
+PICTURES: tuple[Callable[[Report, Mapping[str, int]], list[str]], ...] = (
+    _speedups,
+    _break_even,
+    _differences,
+    _categories,
+    _positions,
+    _speeds,
+    _places,
+)

@@ -30,6 +30,7 @@ DEFAULT_PROFILE = Path(__file__).resolve().parent.parent / "deploy" / "profiles"
 REQUEST_TIMEOUT_S = 1200.0
 PROMPT_TOKENS = 64
 SHORT = 8  # tokens of the shorter of two answers; what they have in common, prefill above all, drops out
+LOUD_DRIFT = 0.1  # plain decoding at the end against the beginning
 TOKEN_IDS = (100, 356)  # any ordinary ones will do: what is generated is thrown away
 
 TEXT = """\
@@ -205,6 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     document = to_document(costs, simulated=True, provenance=_provenance(args, profile)) | {"drift": drift}
     if args.out:
         write_costs(document, args.out)
+    if drift > LOUD_DRIFT:
+        print(f"step_cost: the machine was not quiet, times moved by {drift:.0%}: measure again.", file=sys.stderr)
     if args.json:
         print(orjson.dumps(document, option=orjson.OPT_INDENT_2).decode())
     else:

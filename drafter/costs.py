@@ -69,6 +69,19 @@ def read_costs(path: Path) -> Costs:
         raise CostsError(f"{path} is broken ({type(error).__name__}: {error}): measure again.") from None
 
 
+def adaptive_steps(path: Path) -> list[int]:
+    """Every number of draft steps in a file for SGLang's --speculative-adaptive-config. Raises CostsError."""
+    fix = "write it by `python -m drafter speedup --costs FILE --adaptive-config FILE`."
+    try:
+        config = json.loads(path.read_bytes())
+        steps = {each for key, entry in config.items() if key.isdigit() for each in entry["candidate_steps"]}
+        return sorted(int(each) for each in steps)
+    except OSError as error:
+        raise CostsError(f"{path} cannot be read ({error.strerror}): {fix}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CostsError(f"{path} is no adaptive config ({type(error).__name__}: {error}): {fix}") from None
+
+
 def costs_of_reports(reports: Iterable[Report], source: str) -> Costs:
     """The costs that reports hold, batch sizes being concurrencies. Raises CostsError where they hold none."""
     decode: dict[int, float] = {}

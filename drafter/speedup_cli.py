@@ -45,8 +45,11 @@ milliseconds a token. Break-even is the acceptance length at which S is 1.
 the costs are on paper (drafter/roofline.toml): kernels at their best, experts chosen evenly, so times are lower bounds.
 Their ratios are better than the times, and the public points say how much; at large batches kernels are far from their
 best, so that the load from which speculation loses comes out too high on paper: measure it.
---adaptive-config serves from measured costs alone: pass it to SGLang with `--speculative-adaptive`, in a profile as
-[speculation] adaptive = true and extra_args = ["--speculative-adaptive-config", "FILE"].
+--adaptive-config is written from measured costs alone. Does it beat a fixed number of steps, and SGLang's own table?
+Name the drafter three times in a profile and measure them side by side with bench/accept_len.py:
+  [drafters.fixed]   path = "DIR"
+  [drafters.own]     path = "DIR", adaptive = "adaptive.json"
+  [drafters.sglang]  path = "DIR", adaptive = true
 """
 
 

@@ -5,10 +5,10 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.pictures import WIDTH, Mark, Row, Series, curves, nice_ticks, rows, swatch
+from bench.svg import WIDTH, Mark, Row, Series, curves, nice_ticks, rows, swatch
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False).map(lambda value: round(value, 6))
 
@@ -35,6 +35,10 @@ def inside(picture: str) -> bool:
 
 
 @given(VALUES, VALUES, st.integers(2, 9))
+@example(1.0, 1.0 + 1e-15, 5)
+@example(0.0, 0.0, 5)
+@example(0.0, 4e-160, 5)
+@example(-7.5, -7.5, 2)
 def test_ticks_are_round_even_and_cover_the_values(one: float, other: float, wanted: int):
     low, high = sorted((one, other))
     ticks = nice_ticks(low, high, wanted)
