@@ -54,7 +54,7 @@ class Row:
 def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`: steps of 1, 2 or 5 times a power of ten."""
     if high - low <= max(1e-9, 1e-6 * abs(low), 1e-6 * abs(high)):  # equal but for rounding
-        high = low + (abs(low) or 1.0)
+        high = low + (abs(low) if abs(low) > 1e-9 else 1.0)
     rough = (high - low) / max(1, wanted - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
