@@ -72,7 +72,7 @@ MEASURED_KEYS: dict[str, Kinds] = {
 DEFINED_KEYS: dict[str, Kinds] = {
     "answers_each": (int,),  # answers to each request (n)
     "ngram": (dict,),  # parameters and the corpus's sha256
-    "foreign_vocabulary": (bool,),  # a drafter whose draft vocabulary this target's own drafters do not share
+    "foreign_vocabulary": (bool,),  # it drafts over a part of the vocabulary, and has no eyas.json that says whence
     "flushed": (bool,),  # whether the caches were emptied before each block
     "full_acc": (list,),
     "cond_acc": (list,),
