@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 
 RESAMPLINGS = 4_000
 CONFIDENCE = 0.95
+SMALLEST_STRATUM = 5  # prompts; a category of fewer is drawn together with others
 
 
 class StatsError(ValueError):
@@ -66,13 +67,31 @@ class Difference(Estimate):
         return self.low > 0 or self.high < 0
 
 
+def strata_of(categories: Sequence[str]) -> list[list[int]]:
+    """The places of the prompts that are drawn among each other: those of a category, small ones together.
+
+    A stratum of n prompts shows (n - 1)/n of its variance, one of a single prompt none: where every category has one,
+    nothing would vary and everything would be certain.
+    """
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(categories):
+        places.setdefault(name, []).append(place)
+    by_size = sorted((len(some), name) for name, some in places.items())
+    strata: list[list[int]] = []
+    small: list[int] = []
+    for size, name in by_size:
+        if size < SMALLEST_STRATUM or 0 < len(small) < SMALLEST_STRATUM:
+            small += places[name]
+        else:
+            strata.append(places[name])
+    return [*strata, *([sorted(small)] if small else [])]
+
+
 def resample(categories: Sequence[str], resamplings: int, seed: int) -> Floats:
-    """How often each prompt is drawn, [R, P]: in each category as many draws, with replacement, as it has prompts."""
+    """How often each prompt is drawn, [R, P]: in each stratum as many draws, with replacement, as it has prompts."""
     random = np.random.default_rng(seed)
     drawn = np.zeros((resamplings, len(categories)))
-    names = np.array(categories)
-    for name in sorted(set(categories)):
-        members = np.flatnonzero(names == name)
+    for members in strata_of(categories):
         share = np.full(len(members), 1 / len(members))
         drawn[:, members] = random.multinomial(len(members), share, size=resamplings)
     return drawn

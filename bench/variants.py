@@ -18,6 +18,7 @@ from drafter.data.prompts import Prompt
 from drafter.report import file_sha256
 from server.config import DrafterTable, NgramTable, Profile
 from server.engine import Engine
+from server.launch import ActiveDrafter
 
 AnyEngine = Engine | Attached
 NGRAM_HINT = "write ngram:max_trie_depth=12,external_corpus_path=FILE"
@@ -205,7 +206,7 @@ def facts_of(engine: AnyEngine) -> dict[str, Any]:
     found = {
         "algorithm": drafter.algorithm,
         "drafter_sha256": drafter.sha256,
-        "foreign_vocabulary": not (Path(drafter.path) / MANIFEST).exists() if drafter.sha256 and drafter.path else None,
+        "foreign_vocabulary": _foreign(drafter),
         "ngram": ngram_facts(drafter.table),
         "engine_version": engine.version,
         "flags": engine.argv,
@@ -215,6 +216,14 @@ def facts_of(engine: AnyEngine) -> dict[str, Any]:
         "draft_tokens": drafter.draft_tokens,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _foreign(drafter: ActiveDrafter) -> bool | None:
+    """Whether a drafter's own vocabulary was chosen elsewhere: it has one, and no manifest of ours."""
+    if drafter.folder is None:
+        return None
+    rows = drafter.folder.config.get("draft_vocab_size")
+    return rows not in (None, drafter.folder.config["vocab_size"]) and not (drafter.folder.path / MANIFEST).exists()
 
 
 def offered(engine: AnyEngine) -> int:

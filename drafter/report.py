@@ -72,7 +72,7 @@ MEASURED_KEYS: dict[str, Kinds] = {
 DEFINED_KEYS: dict[str, Kinds] = {
     "answers_each": (int,),  # answers to each request (n)
     "ngram": (dict,),  # parameters and the corpus's sha256
-    "foreign_vocabulary": (bool,),  # a drafter whose draft vocabulary this target's own drafters do not share
+    "foreign_vocabulary": (bool,),  # it drafts over a part of the vocabulary, and has no eyas.json that says whence
     "flushed": (bool,),  # whether the caches were emptied before each block
     "full_acc": (list,),
     "cond_acc": (list,),
@@ -340,11 +340,12 @@ def common_flags(argvs: Sequence[Sequence[str]]) -> list[str]:
     """The flags, with their values, that every command line has, in the order of the first."""
     if not argvs:
         return []
-    grouped = [_flag_groups(argv) for argv in argvs]
+    grouped = [flag_groups(argv) for argv in argvs]
     return [word for group in grouped[0] if all(group in other for other in grouped[1:]) for word in group]
 
 
-def _flag_groups(argv: Sequence[str]) -> list[tuple[str, ...]]:
+def flag_groups(argv: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each flag of a command line with its values."""
     groups: list[list[str]] = []
     for word in argv:
         if word.startswith("--"):
