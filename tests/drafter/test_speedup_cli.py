@@ -3,14 +3,17 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drafter.__main__ import main
 from drafter.costs import to_document, write_costs
 from drafter.public_points import points
+from drafter.report import write_report
 from drafter.speedup import Costs
 from drafter.speedup_cli import parse_acceptance
+from tests.bench.made_up_report import made_up
 
 COSTS = Costs({1: 10.0, 8: 10.0}, {1: {1: 11.0, 2: 12.0}, 8: {1: 20.0, 2: 25.0}}, "measured: small")
 
@@ -56,6 +59,59 @@ def test_measured_costs_and_the_adaptive_config(capsys: pytest.CaptureFixture[st
     rows = json.loads(out)["predictions"][0]["batches"]
     assert rows[0]["speedup"] == {"1": pytest.approx(1.6 / 1.1), "2": pytest.approx(2.0 / 1.2)}
     assert (rows[1]["best_steps"], rows[1]["best_speedup"]) == (0, 1.0)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    made = made_up(drafters=("none", "ngram", "old"), loads=(1, 8))
+    write_report(made, tmp_path / "report.json")
+    return tmp_path / "report.json", made
+
+
+def test_acceptance_and_costs_of_a_report(capsys: pytest.CaptureFixture[str], report: tuple[Path, dict[str, Any]]):
+    """The acceptance of its drafter, the step times of all: then the speed-up is the one that the report has."""
+    file, made = report
+    code, out, _ = run(capsys, "--report", file, "--variant", "old", "--costs", file, "--json")
+    assert code == 0
+    found = json.loads(out)
+    olds = {each["concurrency"]: each for each in made["variants"] if each["drafter"] == "old"}
+    assert found["acceptance"] == olds[1]["full_acc"]
+    for row in found["predictions"][0]["batches"]:
+        cost = olds[row["batch"]]["step_cost"]
+        assert row["break_even"] == {"3": pytest.approx(cost)}
+        assert row["speedup"]["3"] == pytest.approx(olds[1]["acceptance_length"] / cost)
+
+
+def test_the_categories_of_a_report_widen_the_choice(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, report: tuple[Path, dict[str, Any]]
+):
+    file, made = report
+    costs = tmp_path / "tight.json"
+    old = next(each for each in made["variants"] if each["drafter"] == "old")
+    lengths = [old["categories"][name]["acceptance_length"] for name in old["categories"]]
+    between = (min(lengths) + old["acceptance_length"]) / 2  # pays on the whole, and not in the worst category
+    tight = Costs({1: 10.0}, {1: {3: 10.0 * between}}, "made up")
+    write_costs(to_document(tight, simulated=True, provenance={}), costs)
+    words = ("--report", file, "--variant", "old", "--costs", costs, "--adaptive-config", tmp_path / "adaptive.json")
+    assert run(capsys, *words)[0] == 0
+    entry = json.loads((tmp_path / "adaptive.json").read_text())["1"]
+    assert entry["candidate_steps"] == [0, 3]
+    assert entry["down_hysteresis"] == pytest.approx(between - 1 - 0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "choose one by --variant"),
+        (("--variant", "new"), "no drafter 'new'"),
+        (("--variant", "none"), "no drafter 'none'"),
+    ],
+)
+def test_a_drafter_that_the_report_does_not_have(
+    capsys: pytest.CaptureFixture[str], report: tuple[Path, dict[str, Any]], words: tuple[str, ...], says: str
+):
+    code, _, err = run(capsys, "--report", report[0], *words)
+    assert code == 1 and says in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
