@@ -5,7 +5,6 @@ A trial draws prompts with replacement and, for each prompt and drafter, one of 
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 
@@ -16,7 +15,7 @@ from tests.bench.recorded import FILE, read_recorded
 RECORDED = read_recorded()
 A, B = RECORDED.histograms
 PROMPTS = list(RECORDED.categories)
-NAMES = np.array([RECORDED.categories[prompt] for prompt in PROMPTS])
+category_of = np.array([RECORDED.categories[prompt] for prompt in PROMPTS])
 # [drafter][prompt, answer, (accepted, steps)]
 TABLES = {
     name: np.array(
@@ -35,8 +34,8 @@ def drawn(random: np.random.Generator, size: int) -> np.ndarray:
     """Places of `size` prompts, each category in its share."""
     return np.concatenate(
         [
-            random.choice(np.flatnonzero(NAMES == name), round(size * float((NAMES == name).mean())))
-            for name in sorted(set(NAMES.tolist()))
+            random.choice(np.flatnonzero(category_of == name), round(size * float((category_of == name).mean())))
+            for name in sorted(set(category_of.tolist()))
         ]
     )
 
@@ -62,7 +61,7 @@ def test_two_drafters_are_ordered_rightly_in_19_of_20() -> None:
     random, right = np.random.default_rng(1), 0
     for _ in range(20):
         places = drawn(random, len(PROMPTS))
-        found = difference(one_each(random, places, B), one_each(random, places, A), NAMES[places].tolist())
+        found = difference(one_each(random, places, B), one_each(random, places, A), category_of[places].tolist())
         right += found.value > 0
     assert right >= 19, f"{right} of 20"
 
@@ -75,7 +74,7 @@ def test_a_drafter_against_itself_is_called_different_in_8_percent_at_most(name:
         first = random.integers(ANSWERS, size=len(places))
         second = (first + random.integers(1, ANSWERS, size=len(places))) % ANSWERS  # another answer to the same prompt
         pair = (counts(TABLES[name][places, answers]) for answers in (first, second))
-        called += difference(*pair, NAMES[places].tolist(), seed=trial, resamplings=500).called
+        called += difference(*pair, category_of[places].tolist(), seed=trial, resamplings=500).called
     assert called <= 80, f"{called} of 1,000"
     assert called >= 15, f"{called} of 1,000: an interval that is never wrong is too wide to find anything"
 
@@ -91,7 +90,7 @@ def test_a_difference_of_005_is_found_at_the_size_asked_for() -> None:
         same = one_each(random, places, A)
         taken = random.random(len(places)) < share
         mixed = Counts(np.where(taken, worse.accepted, same.accepted), np.where(taken, worse.steps, same.steps))
-        return mixed, better, NAMES[places].tolist()
+        return mixed, better, category_of[places].tolist()
 
     random = np.random.default_rng(3)
     pilots = [prompts_needed(difference(*trial(random, 80), seed=n, resamplings=500), 80) for n in range(5)]
