@@ -159,11 +159,12 @@ def probe_line(variant: Variant, baseline: Variant) -> str:
     """One sentence about a drafter served as it is: what it accepts, how fast it is, and whether it pays."""
     bounds = variant.get("speedup_ci95")
     within = f" ({bounds[0]:.2f} to {bounds[1]:.2f})" if bounds else ""
-    pays = {True: "it loses", False: "it pays", None: "which of them is faster is not clear"}[variant.get("loses")]
+    won, lost = ("is faster", "is slower") if "acceptance_length" in baseline else ("pays", "loses")
+    says = {True: f"it {lost}", False: f"it {won}", None: "which of them is faster is not clear"}[variant.get("loses")]
     foreign = " (its draft vocabulary was chosen elsewhere)" if variant.get("foreign_vocabulary") else ""
     length = f"{variant['acceptance_length']:.3f}" if "acceptance_length" in variant else "unknown"
     return (
         f"{variant['drafter']}{foreign} at concurrency {variant['concurrency']}: acceptance length {length}, "
         f"{variant['tokens_per_second']:.1f} tokens/s against {baseline['tokens_per_second']:.1f} of "
-        f"{baseline['drafter']}, x{variant['speedup']:.2f}{within}: {pays}"
+        f"{baseline['drafter']}, x{variant['speedup']:.2f}{within}: {says}"
     )

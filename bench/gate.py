@@ -163,7 +163,7 @@ def check_evidence(report: Report) -> None:
         if len(values) > 1:
             raise ReportError(f"the variants were measured with {key} {' and '.join(sorted(values))}: measure alike.")
     shared = [_shared_flags(variant["flags"]) for variant in ok]
-    different = set().union(*shared) - set.intersection(*shared) if shared else set()
+    different = {flag for flags in shared for flag in flags if not all(flag in each for each in shared)}
     if different:
         raise ReportError(
             f"the variants were measured with other flags ({', '.join(sorted(different))}): measure alike."

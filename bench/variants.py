@@ -88,7 +88,10 @@ def variants_of(plan: Plan) -> list[Variant]:
             raise PlanError(f"{kind} {repeated[0]!r} is given twice: give each once, use --repeats to repeat.")
     urls = dict(_named_url(given) for given in plan.urls)
     baseline = plan.baseline or ("none" if plan.drafters or "none" in urls else next(iter(urls)))
-    typed = [name for name in plan.drafters if name not in urls]
+    typed = list(plan.drafters)
+    both = sorted({*typed} & {*urls})
+    if both or len(urls) < len(plan.urls):
+        raise PlanError(f"{(both or [*urls])[0]!r} names two variants: give each URL a name of its own, NAME=URL.")
     if baseline not in urls:
         if plan.profile is None:
             raise PlanError(f"baseline {baseline!r} is none of the URLs ({', '.join(urls)}): name one of them.")

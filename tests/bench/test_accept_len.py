@@ -666,6 +666,8 @@ def usage(capsys: Any, *args: str) -> str:
         (["--drafter", "good", "--url", "a=ftp://x"], "--url 'a=ftp://x' is no address"),
         (["--drafter", "good", "--url", "http://x", "--key-file", "/nowhere"], "key file /nowhere cannot be read"),
         (["--url", "a=http://x", "--baseline", "b"], "baseline 'b' is none of the URLs (a)"),
+        (["--drafter", "good", "--url", "good=http://x"], "'good' names two variants: give each URL a name"),
+        (["--url", "a=http://x", "--url", "a=http://y"], "'a' names two variants: give each URL a name"),
         (["--drafter", "good", "--concurrency", "1,1"], "names one number twice"),
         (["--drafter", "good", "--concurrency", "3,4", "--limit", "3"], "concurrency is 4, but a block has 3 prompts"),
         (["--drafter", "good", "--answers", "2"], "concurrency is 4 with 2 answers each, but the profile runs 4"),

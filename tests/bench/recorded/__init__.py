@@ -12,12 +12,18 @@ FILE = Path(__file__).parent / "noised.json"
 
 @dataclass(frozen=True)
 class Recorded:
-    """Histograms of each prompt's answers, drawn at temperature 1 one by one, by drafter; categories by prompt."""
+    """Histograms of each prompt's answers by drafter, and categories by prompt.
+
+    sampled: four answers, drawn at temperature 1 one by one, so that two of one drafter are as different as chance
+    makes them. greedy: one, the same text for both drafters, on which they are further apart.
+    """
 
     categories: dict[str, str]
-    histograms: dict[str, dict[str, list[list[int]]]]
+    sampled: dict[str, dict[str, list[list[int]]]]
+    greedy: dict[str, dict[str, list[list[int]]]]
 
 
 def read_recorded() -> Recorded:
     found = json.loads(FILE.read_text())
-    return Recorded(found["categories"], found["histograms"])
+    runs = {name: run["histograms"] for name, run in found["runs"].items()}
+    return Recorded(found["categories"], **runs)
