@@ -1,7 +1,7 @@
 """How many tokens does a drafter earn per verify step, how fast is it, and does it change the answers?
 
-Starts the engine once without a drafter and once with each drafter, sends the same prompts, and writes report.json
-and report.md. The work is in bench/runner.py.
+Starts the engine without a drafter and with each drafter, in turns, sends the same prompts at the same loads, and
+writes report.json, report.html, report.md and report.prom. The work is in bench/runner.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ if __package__ in (None, ""):
 
 from rich.console import Console  # noqa: E402
 
-from bench.load import Sampling  # noqa: E402
+from bench.evidence import load_of, probe_line  # noqa: E402
+from bench.journal import Journal  # noqa: E402
+from bench.load import Load, Sampling, Thinking  # noqa: E402
+from bench.page import write_pages  # noqa: E402
 from bench.progress import Progress  # noqa: E402
-from bench.render import markdown, print_report  # noqa: E402
-from bench.runner import Plan, PlanError, run, variants_of  # noqa: E402
+from bench.render import print_report  # noqa: E402
+from bench.runner import Plan, PlanError, Variant, fingerprint, run, variants_of  # noqa: E402
 from drafter.data.prompts import load_prompts  # noqa: E402
-from drafter.report import ReportError, to_json, write_report, write_text  # noqa: E402
+from drafter.report import Report, ReportError, to_json, write_report  # noqa: E402
 from drafter.settings import read_settings  # noqa: E402
 from server.config import load_profile  # noqa: E402
 
@@ -36,6 +39,8 @@ TEXT = """\
 examples:
   python bench/accept_len.py --drafter ngram --limit 16
   python bench/accept_len.py --drafter ngram --drafter runs/my-drafter --prompts mt_bench,humaneval --repeats 3
+  python bench/accept_len.py --drafter ngram --drafter ngram:max_trie_depth=6 --concurrency 1,4,8 --out runs/curve
+  python bench/accept_len.py --url none=http://a:30000 --url new=http://b:30000 --key-file engine.yaml
   python -m bench.accept_len --profile deploy/profiles/cpu-smollm2.toml --drafter ngram --limit 8 --json >report.json
 
 what the numbers mean:
@@ -50,15 +55,25 @@ what the numbers mean:
   accepted if reached    the same among the steps that accepted all before it; even in a healthy drafter
   flatness               second position over first, of those: far below 1 points to a defect before too little training
   greedy equal           at temperature 0, answers whose token ids are those of the baseline, one by one. Speculation
-                         changes no answer in exact arithmetic; in bfloat16 some may differ, so it is told, not failed
+                         changes no answer in exact arithmetic; in bfloat16 some may differ, so it is told, not failed:
+                         the engine without a drafter is then asked how near a tie it was at the first other token
+  step cost              time of a verify step over that of a decode step without speculation, at the same load: a
+                         drafter that accepts less than that per step loses
   tokens/s               tokens (by the engine's own count) per second of wall time, over all requests together
   TTFT, TPOT             time to the first piece of text; time per token after it (medians over requests)
   ITL p99                time between two pieces of a stream; with speculation a piece carries several tokens
   Speed holds for this machine, this concurrency and these prompts only.
 
+A drafter from elsewhere is served as it is: one sentence says what it accepts, how fast it is, and whether it loses.
+Engines that already run (--url) are asked as they are; their acceptance could be faked, so the gate holds.
+ngram:KEY=VALUE,... is NGRAM with other parameters than the profile's, such as another corpus
+(external_corpus_path=FILE); each such word is a variant.
+Variants take turns (--interleave): with --repeats or --looks, A B A B, or A B B A where a start takes over two minutes.
+A run that is killed goes on by the same command with the same --out.
+
 prompt files: JSON lines, each {"prompt": "...", "id"?, "category"?} or {"messages": [...], "id"?, "category"?}
 seeds: SGLang heeds them only where the profile's extra_args have --enable-deterministic-inference
-exit codes: 0 fine, 1 a variant failed, 2 usage, 130 interrupted (then nothing is written)
+exit codes: 0 fine, 1 a variant failed, 2 usage, 130 interrupted
 """
 
 
@@ -71,10 +86,18 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         action="append",
-        required=True,
+        default=[],
         metavar="NAME|DIR|none|ngram",
         help="what to measure: none, ngram, a name of the profile's [drafters], or a folder; may be given again",
     )
+    add(
+        "--url",
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="an engine that already runs, measured as it is; may be given again",
+    )
+    add("--key-file", type=Path, metavar="FILE", help="keys of the engines at --url, as an engine writes them")
     add("--profile", type=Path, default=DEFAULT_PROFILE, metavar="FILE", help="deployment (default: cpu-smollm2.toml)")
     add(
         "--prompts",
@@ -83,20 +106,52 @@ def parser() -> argparse.ArgumentParser:
         help="comma list of mt_bench (80), humaneval (164) and files (default: mt_bench)",
     )
     add("--limit", type=_count, metavar="N", help="so many of each set, spread over its categories (default: all)")
-    add("--concurrency", type=_count, default=4, metavar="N", help="requests at a time (default: 4)")
+    add(
+        "--concurrency",
+        type=_counts,
+        default=(4,),
+        metavar="N[,N...]",
+        help="requests at a time; several make a curve (default: 4)",
+    )
     add("--num-steps", type=_count, metavar="N", help="draft steps of EAGLE3 drafters (default: the profile's)")
     add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
     add("--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     add("--repeats", type=_count, default=1, metavar="N", help="passes over the prompts per variant (default: 1)")
     add("--seed", type=_natural, default=0, metavar="N", help="of the first request; the others count on (default: 0)")
+    add("--answers", type=_count, default=1, metavar="N", help="answers to each request, counted together (default: 1)")
     add(
         "--thinking",
-        choices=("default", "on", "off"),
-        default="default",
-        help="passed to the chat template of a model that can think (default: leave it to the template)",
+        type=_thinking,
+        default=("default",),
+        metavar="on|off|default",
+        help="passed to the chat template of a model that can think; `on,off` measures both (default: leave it alone)",
     )
-    add("--baseline", default="none", metavar="NAME", help="what to compare with; runs first (default: none)")
-    add("--out", type=Path, metavar="DIR", help="where report.json and report.md go (default: EYAS_HOME/runs/TIME)")
+    add("--baseline", metavar="NAME", help="what to compare with; runs first (default: none, or the first --url)")
+    add(
+        "--interleave",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="whether variants take turns, repeat by repeat (default: auto, fewer turns where a start is slow)",
+    )
+    add(
+        "--looks",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="split the prompts in N parts and stop after the first at which every difference is clear; intervals "
+        "allow for it (default: 1, no early stop)",
+    )
+    add(
+        "--check-sampling",
+        type=_count,
+        nargs="?",
+        const=5_000,
+        default=0,
+        metavar="N",
+        help="with --temperature: also test, by N continuations of each of four prompts (default: 5000), that "
+        "speculation samples what plain decoding samples",
+    )
+    add("--out", type=Path, metavar="DIR", help="where the report goes (default: EYAS_HOME/runs/TIME)")
     add("--json", action="store_true", help="print the report as one JSON object on stdout, and nothing else there")
     return top
 
@@ -106,45 +161,95 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     made: list[Path] = []
     try:
+        if not args.drafter and not args.url:
+            raise PlanError("nothing to measure: name a --drafter, or a --url of an engine that runs.")
         plan = Plan(
-            profile=load_profile(args.profile),
+            profile=load_profile(args.profile) if args.drafter else None,
             drafters=tuple(args.drafter),
             prompts=tuple(load_prompts(args.prompts, args.limit)),
-            sampling=Sampling(args.max_tokens, args.temperature, args.seed, args.thinking),
+            sampling=Sampling(args.max_tokens, args.temperature, args.seed, answers=args.answers),
             baseline=args.baseline,
-            concurrency=args.concurrency,
+            loads=tuple(Load(count, thinking) for thinking in args.thinking for count in args.concurrency),
             num_steps=args.num_steps,
             repeats=args.repeats,
+            urls=tuple(args.url),
+            key_file=args.key_file,
+            interleave=args.interleave,
+            looks=args.looks,
+            check_sampling=args.check_sampling,
         )
         variants = variants_of(plan)
         folder = args.out or _new_folder(read_settings().runs)
         made = _make_folder(folder)
+        journal = Journal(folder, fingerprint(plan, variants))
     except ValueError as error:  # every error of ours that is the user's to mend
+        _remove(made)
         print(f"accept_len: {error}", file=sys.stderr)
         return 2
-    progress = Progress(len(variants), len(plan.prompts) * plan.repeats)
+    if journal.resumed:
+        print(f"accept_len: going on with the run in {folder}, {len(journal.blocks)} blocks done", file=sys.stderr)
+    progress = progress_of(plan, variants, journal)
     try:
-        report = run(plan, variants, progress)
+        report = run(plan, variants, progress, journal)
     except KeyboardInterrupt:
-        for path in made:
-            with contextlib.suppress(OSError):  # somebody else has put something there
-                path.rmdir()
-        print("accept_len: interrupted; the engine was stopped and no report was written.", file=sys.stderr)
-        return 130
+        return _interrupted(folder, made, journal)
     finally:
         progress.close()
     try:
         write_report(report, folder / "report.json")
-        write_text(folder / "report.md", markdown(report))
+        write_pages(report, folder)
     except (OSError, ReportError) as error:
         print(f"accept_len: the report was not written: {error}", file=sys.stderr)
         return 1
+    journal.remove()
     if args.json:
         print(to_json(report), end="")
     else:
         print_report(report, Console())
+    _say_probes(report)
     print(f"accept_len: report in {folder}", file=sys.stderr)
     return 1 if any(variant["status"] == "failed" for variant in report["variants"]) else 0
+
+
+def _say_probes(report: Report) -> None:
+    """A sentence for each drafter and load on whether it pays."""
+    ok = [variant for variant in report["variants"] if variant["status"] == "ok"]
+    baselines = {load_of(each): each for each in ok if each["drafter"] == report["provenance"]["baseline"]}
+    for variant in ok:
+        if "speedup" in variant:
+            print(f"accept_len: {probe_line(variant, baselines[load_of(variant)])}", file=sys.stderr)
+
+
+def progress_of(plan: Plan, variants: list[Variant], journal: Journal) -> Progress:
+    """Progress over what the journal does not have yet."""
+    each = len(plan.prompts) * plan.repeats * len(plan.loads) * plan.sampling.answers
+    turns = 1 if plan.interleave == "off" else plan.repeats * plan.looks
+    progress = Progress(len(variants), each, turns)
+    for (name, _, _), block in journal.blocks.items():
+        progress.skipped(name, len(block.answers))
+    return progress
+
+
+def _interrupted(folder: Path, made: list[Path], journal: Journal) -> int:
+    """Leave what was measured, or nothing where nothing was."""
+    if journal.blocks:
+        print(
+            f"accept_len: interrupted; the engine was stopped, {len(journal.blocks)} blocks are kept: the same command "
+            f"with --out {folder} goes on.",
+            file=sys.stderr,
+        )
+        return 130
+    journal.remove()
+    _remove(made)
+    print("accept_len: interrupted; the engine was stopped and no report was written.", file=sys.stderr)
+    return 130
+
+
+def _remove(made: list[Path]) -> None:
+    """Remove the folders that this run made, innermost first."""
+    for path in made:
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            path.rmdir()
 
 
 def _new_folder(runs: Path) -> Path:
@@ -171,6 +276,20 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
     return number
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    found = tuple(_count(part) for part in text.split(","))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names one number twice")
+    return found
+
+
+def _thinking(text: str) -> tuple[Thinking, ...]:
+    found = tuple(text.split(","))
+    if len(set(found)) < len(found) or not set(found) <= {"default", "on", "off"}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not on, off, default, or some of them with commas between")
+    return found  # type: ignore[return-value]
 
 
 def _natural(text: str) -> int:

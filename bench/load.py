@@ -1,7 +1,6 @@
-"""Sends prompts to an engine's chat endpoint as streams and keeps what each answer was and when it came.
+"""Sends prompts to an engine's chat endpoint as streams, so many at a time, and times it.
 
-Tokens come from `usage` and acceptance from the engine's own histogram; chunks are never counted as tokens, since
-one chunk carries as many tokens as a verify step accepted.
+What an answer is, and what is read out of its stream, is in bench/stream.py.
 """
 
 from __future__ import annotations
@@ -9,26 +8,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import aiohttp
 import orjson
 
-from drafter.acceptance import accepted_tokens, histogram_of_details, is_looping, verify_steps
+from bench.stream import Answer, LoadError, Stream, error_text
 from drafter.data.prompts import Message, Prompt
-from drafter.report import ids_sha256
+
+__all__ = ["Answer", "Block", "Endpoint", "Load", "LoadError", "Sampling", "flush", "send_block", "warm_up"]
 
 Thinking = Literal["default", "on", "off"]
 IDLE_TIMEOUT_S = 600.0  # nothing at all from the engine for so long: it hangs
 CONNECT_TIMEOUT_S = 10.0
 FLUSH_TIMEOUT_S = 60.0
 WARM_UP_TOKENS = 32
-
-
-class LoadError(RuntimeError):
-    """A request that did not give a trustworthy answer, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -44,47 +39,33 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What every request asks for. A request's own seed is `seed` plus its place in the run."""
+    """What every request asks for. A request's own seed is `seed` plus its place in the run. answers: how many (n)."""
 
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
     thinking: Thinking = "default"
+    answers: int = 1
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One finished request.
+class Load:
+    """How a block is sent: so many requests at a time, with thinking on, off, or as the template has it."""
 
-    tokens: `usage.completion_tokens`. seconds: from sending to the end of the stream. ttft_s: from sending to the
-    first piece of text, reasoning or tool call. gaps_s: seconds between pieces, one for each but the first.
-    histogram: verify steps by accepted draft tokens; empty without speculation. output_ids: the engine's own ids.
-    """
-
-    prompt_id: str
-    category: str
-    tokens: int
-    seconds: float
-    ttft_s: float
-    gaps_s: tuple[float, ...]
-    histogram: tuple[int, ...]
-    output_ids: tuple[int, ...]
-
-    @cached_property
-    def looping(self) -> bool:
-        return is_looping(self.output_ids)
-
-    @cached_property
-    def output_sha256(self) -> str:
-        return ids_sha256(self.output_ids)
+    concurrency: int
+    thinking: Thinking = "default"
 
 
 @dataclass(frozen=True)
 class Block:
-    """One pass over the prompts: answers in the order of the prompts, and the wall time from first to last byte."""
+    """One pass over some prompts: answers in the order of the prompts, and the wall time from first to last byte.
+
+    flushed: whether the engine's caches were emptied before it.
+    """
 
     answers: tuple[Answer, ...]
     seconds: float
+    flushed: bool = True
 
 
 def warm_up(endpoint: Endpoint, sampling: Sampling, concurrency: int) -> None:
@@ -96,8 +77,8 @@ def warm_up(endpoint: Endpoint, sampling: Sampling, concurrency: int) -> None:
         Prompt(f"warm-up/{index}", "warm-up", ({"role": "user", "content": f"Tell me {index + 2} facts about owls."},))
         for index in range(concurrency)
     ]
-    short = Sampling(min(sampling.max_tokens, WARM_UP_TOKENS), sampling.temperature, sampling.seed, sampling.thinking)
-    asyncio.run(_send_all(endpoint, prompts, short, concurrency, 0, lambda answer: None))
+    short = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
+    asyncio.run(_send_all(endpoint, prompts, short, concurrency, range(concurrency), lambda answer: None))
 
 
 def send_block(
@@ -105,16 +86,22 @@ def send_block(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     concurrency: int,
-    repeat: int,
+    places: Sequence[int],
     on_answer: Callable[[Answer], None],
 ) -> Block:
-    """Empty the engine's caches, then send every prompt once, `concurrency` at a time, and time it.
+    """Send every prompt once, `concurrency` at a time, and time it. places: each prompt's place in the run.
 
-    The flush makes blocks alike: no prefix is cached from before, and NGRAM has forgotten the answers it has seen.
-    on_answer is called as each request finishes. Raises LoadError at the first request that fails.
+    on_answer is called as each answer finishes. Raises LoadError at the first request that fails.
+    """
+    return asyncio.run(_send_all(endpoint, prompts, sampling, concurrency, places, on_answer))
+
+
+def flush(endpoint: Endpoint) -> None:
+    """Empty the engine's caches. Raises LoadError where it will not.
+
+    It makes blocks alike: no prefix is cached from before, and NGRAM has forgotten the answers it has seen.
     """
     asyncio.run(_flush(endpoint))
-    return asyncio.run(_send_all(endpoint, prompts, sampling, concurrency, repeat, on_answer))
 
 
 async def _flush(endpoint: Endpoint) -> None:
@@ -140,21 +127,22 @@ async def _send_all(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     concurrency: int,
-    repeat: int,
+    places: Sequence[int],
     on_answer: Callable[[Answer], None],
 ) -> Block:
-    answers: dict[int, Answer] = {}
-    waiting = iter(enumerate(prompts))
+    found: dict[int, list[Answer]] = {}
+    waiting = iter(enumerate(zip(prompts, places, strict=True)))
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=IDLE_TIMEOUT_S)
     # SGLang closes an idle connection after 5 s; ours must go first, or a request meets a closed one.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def work() -> None:
-            for index, prompt in waiting:
-                body = request_body(endpoint.model, prompt.messages, sampling, repeat * len(prompts) + index)
-                answers[index] = await _ask(session, endpoint, prompt, body)
-                on_answer(answers[index])
+            for index, (prompt, place) in waiting:
+                body = request_body(endpoint.model, prompt.messages, sampling, place)
+                found[index] = await _ask(session, endpoint, prompt, body, sampling.answers)
+                for answer in found[index]:
+                    on_answer(answer)
 
         started = time.perf_counter()
         workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(prompts)))]
@@ -165,7 +153,7 @@ async def _send_all(
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
         seconds = time.perf_counter() - started
-    return Block(tuple(answers[index] for index in range(len(prompts))), seconds)
+    return Block(tuple(answer for index in range(len(prompts)) for answer in found[index]), seconds)
 
 
 def request_body(model: str, messages: Sequence[Message], sampling: Sampling, place: int) -> dict[str, Any]:
@@ -177,29 +165,33 @@ def request_body(model: str, messages: Sequence[Message], sampling: Sampling, pl
         "temperature": sampling.temperature,
         "seed": sampling.seed + place,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "return_spec_tokens_details": True,
         "return_output_ids_in_sglext": True,
     }
+    if sampling.answers > 1:
+        body["n"] = sampling.answers
     if sampling.thinking != "default":
         wanted = sampling.thinking == "on"
         body["chat_template_kwargs"] = {"thinking": wanted, "enable_thinking": wanted}
     return body
 
 
-async def _ask(session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt, body: dict[str, Any]) -> Answer:
-    stream = _Stream()
+async def _ask(
+    session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt, body: dict[str, Any], answers: int
+) -> list[Answer]:
+    stream = Stream(answers)
     started = time.perf_counter()
     try:
         async with session.post(
             f"{endpoint.url}/v1/chat/completions", data=orjson.dumps(body), headers=_json_headers(endpoint)
         ) as response:
             if response.status != 200:
-                raise LoadError(f"answered {response.status}: {_error_text(await response.read())}")
+                raise LoadError(f"answered {response.status}: {error_text(await response.read())}")
             async for data, arrived in _frames(response.content):
                 stream.take(data, arrived - started)
         seconds = time.perf_counter() - started
-        return stream.answer(prompt, seconds, endpoint.speculates)
+        return stream.answers(prompt, seconds, endpoint.speculates)
     except aiohttp.SocketTimeoutError:
         raise LoadError(f"prompt {prompt.id}: nothing came from the engine for {IDLE_TIMEOUT_S:g} s") from None
     except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
@@ -220,90 +212,8 @@ async def _frames(content: aiohttp.StreamReader) -> AsyncIterator[tuple[bytes, f
                     yield line[5:].strip(), arrived
 
 
-class _Stream:
-    """What has been read of one answer so far."""
-
-    def __init__(self) -> None:
-        self.arrivals: list[float] = []
-        self.finished_at: float | None = None
-        self.usage: Mapping[str, Any] | None = None
-        self.details: Any = None
-        self.output_ids: Any = None
-        self.done = False
-
-    def take(self, data: bytes, at: float) -> None:
-        """Read one event that arrived `at` seconds after sending. Raises LoadError on an error in the stream."""
-        if data == b"[DONE]":
-            self.done = True
-            return
-        try:
-            chunk = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            raise LoadError(f"the stream has an event that is not JSON: {data[:200]!r}") from None
-        if chunk.get("error"):
-            raise LoadError(f"the engine broke the stream off: {_error_text(data)}")
-        for choice in chunk.get("choices", ()):
-            delta = choice.get("delta") or {}
-            if delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
-                self.arrivals.append(at)
-            reason = choice.get("finish_reason")
-            if reason == "abort":
-                raise LoadError("the engine aborted the request")
-            if reason:
-                self.finished_at = at
-        extension = chunk.get("sglext") or {}
-        self.details = extension.get("spec_tokens_details", self.details)
-        self.output_ids = extension.get("output_ids", self.output_ids)
-        self.usage = chunk.get("usage") or self.usage
-
-    def answer(self, prompt: Prompt, seconds: float, speculates: bool) -> Answer:
-        """The whole answer. Raises LoadError or ValueError where a part is missing or contradicts another."""
-        if not self.done or self.finished_at is None:
-            raise LoadError("the stream ended before the answer did")
-        if self.usage is None:
-            raise LoadError("the stream carried no usage, so its tokens cannot be counted")
-        if not isinstance(self.output_ids, list) or len(self.output_ids) != 1:
-            raise LoadError("the stream carried no output ids (return_output_ids_in_sglext): SGLang 0.5.23 sends them")
-        tokens, (output_ids,) = self.usage["completion_tokens"], self.output_ids
-        if tokens != len(output_ids):
-            raise LoadError(f"usage counts {tokens} completion tokens but the engine sent {len(output_ids)} ids")
-        if speculates and self.details is None and tokens > 1:
-            raise LoadError(f"the engine speculates but sent no speculation details with {tokens} tokens")
-        if not speculates and self.details is not None:
-            raise LoadError("the engine should not speculate, but it sent speculation details")
-        histogram = histogram_of_details(self.details) if self.details is not None else []
-        # Prefill gives the first token, each step its accepted ones and one more; only the last step may be cut.
-        surplus = 1 + verify_steps(histogram) + accepted_tokens(histogram) - tokens
-        if histogram and surplus > len(histogram) - 1:
-            raise LoadError(
-                f"the histogram {histogram} accounts for {surplus} tokens more than the {tokens} that came: do not "
-                "trust acceptance figures of this engine version"
-            )
-        return Answer(
-            prompt_id=prompt.id,
-            category=prompt.category,
-            tokens=tokens,
-            seconds=seconds,
-            ttft_s=self.arrivals[0] if self.arrivals else self.finished_at,
-            gaps_s=tuple(after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)),
-            histogram=tuple(histogram),
-            output_ids=tuple(output_ids),
-        )
-
-
 def _json_headers(endpoint: Endpoint) -> dict[str, str]:
     return {**endpoint.headers, "content-type": "application/json"}
-
-
-def _error_text(body: bytes) -> str:
-    """The message in an error body of any of SGLang's shapes, or the start of the body."""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode(errors="replace").strip()[:300]
-    error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:300]
 
 
 def _words(error: BaseException) -> str:

@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from typing import TextIO
 
 from tqdm import tqdm
 
-from bench.load import Answer
+from bench.stream import Answer
 
 
 class Progress:
-    """Progress over `variants` engine starts with `answers_each` answers on each."""
+    """Progress over `variants` with `starts_each` engine starts and `answers_each` answers on each."""
 
-    def __init__(self, variants: int, answers_each: int, stream: TextIO | None = None) -> None:
-        self.starts_left = variants
+    def __init__(self, variants: int, answers_each: int, starts_each: int = 1, stream: TextIO | None = None) -> None:
+        self.starts_left = variants * starts_each
+        self.starts_each = starts_each
         self.answers_each = answers_each
         self.answers_left = variants * answers_each
         self.start_seconds: list[float] = []
         self.busy_seconds = 0.0
         self.answered_count = 0
-        self._of_variant = 0
-        self._up = False
+        self._name = ""
+        self._starts: Counter[str] = Counter()
+        self._answers: Counter[str] = Counter()
         self._since = time.perf_counter()
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
@@ -38,6 +41,7 @@ class Progress:
 
     def stage(self, name: str, what: str) -> None:
         """`name` is now doing `what`."""
+        self._name = name
         self._bar.set_description_str(f"{name}: {what}")
         if not self._terminal:
             self._say(f"{name}: {what}")
@@ -45,8 +49,8 @@ class Progress:
     def started(self, seconds: float) -> None:
         """An engine is up and warm after so many seconds."""
         self.start_seconds.append(seconds)
-        self.starts_left -= 1
-        self._up = True
+        self.starts_left = max(0, self.starts_left - 1)
+        self._starts[self._name] += 1
         self._since = time.perf_counter()
 
     def answered(self, answer: Answer) -> None:
@@ -56,21 +60,28 @@ class Progress:
         self._since = moment
         self.answered_count += 1
         self.answers_left -= 1
-        self._of_variant += 1
+        self._answers[self._name] += 1
         self._bar.set_postfix_str(self.left(), refresh=False)
         self._bar.update()
 
+    def skipped(self, name: str, answers: int) -> None:
+        """So many answers of a variant were there before this run."""
+        self._answers[name] += answers
+        self._drop(answers)
+
     def finished(self, name: str, error: str | None) -> None:
         """A variant is done; what it did not answer will not be answered any more."""
+        self.starts_left = max(0, self.starts_left - max(0, self.starts_each - self._starts[name]))
+        self._drop(self.answers_each - self._answers[name])
         if error is not None:
-            missing = self.answers_each - self._of_variant
-            self.starts_left -= not self._up
-            self.answers_left -= missing
-            self._bar.total -= missing
             self._say(f"{name}: failed, {error.splitlines()[0]}")
         else:
             self._say(f"{name}: done, {self.left()}" if self.answers_left else f"{name}: done")
-        self._of_variant, self._up = 0, False
+
+    def _drop(self, answers: int) -> None:
+        self.answers_left -= answers
+        if self._bar.total is not None:  # a bar that is not shown has none
+            self._bar.total -= answers
 
     def left(self) -> str:
         """The time that remains, in words."""

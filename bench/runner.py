@@ -1,106 +1,164 @@
-"""Runs every variant on an engine of its own, with the same prompts, and makes the report of it.
+"""Runs every variant with the same prompts and loads, block by block in turns, and makes the report of it.
 
-The baseline runs first, so that each drafter's greedy answers can be compared with it, token for token.
+The baseline runs first, so that each drafter's greedy answers can be compared with it, token for token. What is done
+is in the journal: a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy
-
-from bench.evidence import comparisons, has_interval, interval
-from bench.load import Answer, Block, Endpoint, LoadError, Sampling, send_block, warm_up
+from bench.attached import Attached
+from bench.evidence import all_clear
+from bench.journal import Journal, Key
+from bench.load import Block, Endpoint, Load, LoadError, flush, send_block, warm_up
+from bench.lossless import Gaps, ask_gaps, prompt_ids, question_of
 from bench.progress import Progress
-from drafter.acceptance import acceptance_length, add_histograms, cond_acc, flatness, full_acc
-from drafter.data.prompts import Prompt, prompts_sha256
-from drafter.report import FORMAT, Report, now, provenance
-from server.config import Profile
-from server.engine import Engine, EngineError
+from bench.result import build_report, measured, pairs_of, speculates, units_of
+from bench.sampling import Case, SamplingError, collect
+from bench.schedule import Unit, in_order, parts_of, rounds
+from bench.stats import looks_confidence
+from bench.variants import Plan, PlanError, Variant, facts_of, offered, variants_of
+from drafter.data.prompts import prompts_sha256
+from drafter.report import Report, machine, now
+from server.engine import EngineError
+
+__all__ = ["Plan", "PlanError", "Variant", "fingerprint", "run", "variants_of"]
 
 STATE_SETTLES_S = 5.0  # an engine's watcher notices a death within 2 s
+SAMPLED_PROMPTS = 4
+SAMPLED_TOKENS = 4
+REFERENCE_TIMES = 4  # the baseline is sampled so much more often, since all others are held against it
 
 
-class PlanError(ValueError):
-    """A bench that cannot be run as asked; nothing was started."""
+def fingerprint(plan: Plan, variants: Sequence[Variant]) -> dict[str, Any]:
+    """Everything that a block depends on: a run can only be gone on with where all of it is the same."""
+    return {
+        "profile": plan.profile.sha256 if plan.profile else None,
+        "prompts": prompts_sha256(plan.prompts),
+        "sampling": asdict(plan.sampling),
+        "concurrency and thinking": [asdict(load) for load in plan.loads],
+        "drafters": [variant.identity for variant in variants],
+        "repeats": plan.repeats,
+        "looks": plan.looks,
+        "check-sampling": plan.check_sampling,
+        "machine": machine(),
+    }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure. `drafters` as given by the user, the baseline among them or not."""
-
-    profile: Profile
-    drafters: tuple[str, ...]
-    prompts: tuple[Prompt, ...]
-    sampling: Sampling
-    baseline: str = "none"
-    concurrency: int = 4
-    num_steps: int | None = None
-    repeats: int = 1
-
-
-@dataclass
-class Variant:
-    """One drafter, its engine, and what was measured on it: one block for each repeat, or an error."""
-
-    name: str
-    engine: Engine
-    blocks: list[Block] = field(default_factory=list)
-    error: str | None = None
-
-    @property
-    def answers(self) -> list[Answer]:
-        return [answer for block in self.blocks for answer in block.answers]
-
-
-def variants_of(plan: Plan) -> list[Variant]:
-    """The variants in the order in which they run, the baseline first. Starts nothing.
-
-    A variant is named as its drafter is, or as the user wrote it where two folders have one name. Raises PlanError,
-    or what Engine raises for a drafter that it cannot find or serve.
-    """
-    longest = plan.profile.engine.max_running_requests
-    if plan.concurrency > longest:
-        raise PlanError(
-            f"concurrency is {plan.concurrency}, but the profile runs {longest} requests at a time "
-            "(engine.max_running_requests): the rest would only wait, so lower the one or raise the other."
-        )
-    if plan.sampling.max_tokens >= plan.profile.engine.context_length:
-        raise PlanError(
-            f"max tokens is {plan.sampling.max_tokens}, but the profile's context_length of "
-            f"{plan.profile.engine.context_length} must hold the prompt too: lower it."
-        )
-    typed = [plan.baseline, *(name for name in plan.drafters if name != plan.baseline)]
-    repeated = {name for name in plan.drafters if plan.drafters.count(name) > 1}
-    if repeated:
-        raise PlanError(f"drafter {sorted(repeated)[0]!r} is given twice: give each once, use --repeats to repeat.")
-    engines = [Engine(plan.profile, drafter=name, num_steps=plan.num_steps) for name in typed]
-    names = [engine.drafter.name for engine in engines]
-    return [
-        Variant(name if names.count(name) == 1 else as_typed, engine)
-        for as_typed, name, engine in zip(typed, names, engines, strict=True)
-    ]
-
-
-def run(plan: Plan, variants: Sequence[Variant], progress: Progress) -> Report:
+def run(plan: Plan, variants: Sequence[Variant], progress: Progress, journal: Journal) -> Report:
     """Measure every variant and make the report. A variant that fails is reported as failed; the others go on.
 
-    KeyboardInterrupt passes through after the engine that was running has stopped.
+    KeyboardInterrupt passes through after the engine that was running has stopped; the journal stays.
     """
     created = now()
-    for variant in variants:
-        _measure(plan, variant, progress)
-    return build_report(plan, variants, created)
-
-
-def _measure(plan: Plan, variant: Variant, progress: Progress) -> None:
-    engine = variant.engine
-    began = time.perf_counter()
+    bench = _Bench(plan, variants, progress, journal)
     try:
-        engine.start(lambda stage: progress.stage(variant.name, stage))
+        looks = bench.measure()
+        gaps = bench.look_into_differences()
+    finally:
+        bench.down()
+    return build_report(plan, variants, journal, created, looks, gaps)
+
+
+class _Bench:
+    """One run: the engine that is up, if any, and what is left to do."""
+
+    def __init__(self, plan: Plan, variants: Sequence[Variant], progress: Progress, journal: Journal) -> None:
+        self.plan, self.variants, self.progress, self.journal = plan, variants, progress, journal
+        self.parts = parts_of(plan.prompts, plan.looks)
+        self.up: Variant | None = None
+        self.endpoint: Endpoint | None = None
+        for variant in variants:
+            variant.facts = dict(journal.facts.get(variant.name, {}))
+
+    def measure(self) -> int:
+        """Send every block that the journal lacks; returns after how many looks it stopped."""
+        plan = self.plan
+        for look in range(plan.looks):
+            units = [Unit(repeat, look) for repeat in range(plan.repeats)]
+            self._measure_units(units)
+            if look + 1 < plan.looks and self._clear(look + 1):
+                return look + 1
+        return plan.looks
+
+    def _measure_units(self, units: Sequence[Unit]) -> None:
+        first = self.variants[0]
+        if not first.facts and first.error is None:
+            with self._watched(first):
+                self._bring_up(first)
+        seconds = max((each.facts.get("start_seconds", 0.0) for each in self.variants), default=0.0)
+        for number, some in enumerate(rounds(units, self.plan.interleave, seconds)):
+            for place in in_order(len(self.variants), number, self.plan.interleave, seconds):
+                self._measure(self.variants[place], some)
+
+    def _measure(self, variant: Variant, units: Sequence[Unit]) -> None:
+        """What is missing of these blocks, and of the sampling check, on this variant's engine."""
+        wanted = [(variant.name, unit, load) for unit in units for load in self.plan.loads]
+        missing = [key for key in wanted if key not in self.journal.blocks]
+        unsampled = self.plan.check_sampling > 0 and variant.name not in self.journal.samples
+        if variant.error is not None or not (missing or unsampled):
+            return
+        with self._watched(variant):
+            endpoint = self._bring_up(variant)
+            for key in missing:
+                self.journal.add(key, self._send(endpoint, variant, key[1], key[2]))
+            if unsampled:
+                self._sample(endpoint, variant)
+        if variant.error is not None or all(key in self.journal.blocks for key in self._keys(variant)):
+            self.progress.finished(variant.name, variant.error)
+
+    def _keys(self, variant: Variant) -> list[Key]:
+        """Every block that is asked for of a variant."""
+        return [(variant.name, unit, load) for unit in units_of(self.plan) for load in self.plan.loads]
+
+    def _send(self, endpoint: Endpoint, variant: Variant, unit: Unit, load: Load) -> Block:
+        plan, places = self.plan, self.parts[unit.part]
+        self.progress.stage(variant.name, self._words(unit, load))
+        flushed = self._flush(endpoint, variant)
+        block = send_block(
+            endpoint,
+            [plan.prompts[place] for place in places],
+            replace(plan.sampling, thinking=load.thinking),
+            load.concurrency,
+            [unit.repeat * len(plan.prompts) + place for place in places],
+            self.progress.answered,
+        )
+        return replace(block, flushed=flushed)
+
+    def _flush(self, endpoint: Endpoint, variant: Variant) -> bool:
+        """Empty the caches; an engine of others that will not is measured all the same, and the report says so."""
+        try:
+            flush(endpoint)
+        except LoadError as error:
+            if not isinstance(variant.engine, Attached):
+                raise
+            self.progress.stage(variant.name, f"its caches were not emptied: {error}")
+            return False
+        return True
+
+    def _words(self, unit: Unit, load: Load) -> str:
+        plan = self.plan
+        of = [f"repeat {unit.repeat + 1} of {plan.repeats}"] if plan.repeats > 1 else []
+        of += [f"part {unit.part + 1} of {plan.looks}"] if plan.looks > 1 else []
+        of += [f"concurrency {load.concurrency}"] if len({each.concurrency for each in plan.loads}) > 1 else []
+        of += [f"thinking {load.thinking}"] if len({each.thinking for each in plan.loads}) > 1 else []
+        return ", ".join(of) or "measuring"
+
+    def _bring_up(self, variant: Variant) -> Endpoint:
+        """The variant's engine, up and warm; the one before is stopped. Raises EngineError or LoadError."""
+        if self.up is variant and self.endpoint is not None:
+            return self.endpoint
+        self.down()
+        plan, began = self.plan, time.perf_counter()
+        if variant.engine.state != "new":
+            variant.engine = variant.make()
+        engine, self.up = variant.engine, variant
+        engine.start(lambda stage: self.progress.stage(variant.name, stage))
         endpoint = Endpoint(
             url=engine.url,
             model=engine.served_name,
@@ -108,164 +166,111 @@ def _measure(plan: Plan, variant: Variant, progress: Progress) -> None:
             headers=engine.headers,
             admin_headers=engine.admin_headers,
         )
-        progress.stage(variant.name, "sending warm-up requests")
-        warm_up(endpoint, plan.sampling, plan.concurrency)
-        progress.started(time.perf_counter() - began)
-        for repeat in range(plan.repeats):
-            progress.stage(variant.name, f"repeat {repeat + 1} of {plan.repeats}" if plan.repeats > 1 else "measuring")
-            variant.blocks.append(
-                send_block(endpoint, plan.prompts, plan.sampling, plan.concurrency, repeat, progress.answered)
-            )
-    except EngineError as error:
-        variant.error = str(error)
-    except LoadError as error:
-        variant.error = _with_engine(engine, str(error))
-    finally:
-        engine.stop()
-    progress.finished(variant.name, variant.error)
+        self._recognise(variant)
+        self.progress.stage(variant.name, "sending warm-up requests")
+        for load in plan.loads:
+            warm_up(endpoint, replace(plan.sampling, thinking=load.thinking), load.concurrency)
+        seconds = time.perf_counter() - began
+        self.progress.started(seconds)
+        self.journal.started(variant.name)
+        if variant.name not in self.journal.facts:
+            variant.facts["start_seconds"] = seconds
+            self.journal.know(variant.name, variant.facts)
+        self.endpoint = endpoint
+        return endpoint
+
+    def _recognise(self, variant: Variant) -> None:
+        """A second engine of a variant must be what the first one was, or its blocks are of two things."""
+        found = facts_of(variant.engine) | {"offered": offered(variant.engine), "simulated": variant.engine.simulated}
+        for key in ("engine_version", "dtype", "drafter_sha256", "ngram", "steps", "topk", "draft_tokens"):
+            if variant.facts and variant.facts.get(key) != found.get(key):
+                raise EngineError(
+                    f"its engine came up with {key} {found.get(key)!r}, the one before had {variant.facts.get(key)!r}: "
+                    "its blocks cannot be put together, so measure anew in another --out."
+                )
+        variant.facts = {**found, **variant.facts}
+
+    def down(self) -> None:
+        """Stop the engine that is up."""
+        up, self.up, self.endpoint = self.up, None, None
+        if up is not None:
+            up.engine.stop()
+
+    @contextmanager
+    def _watched(self, variant: Variant) -> Iterator[None]:
+        """What goes wrong is the variant's error; its engine is stopped then."""
+        try:
+            yield
+        except EngineError as error:
+            variant.error = str(error)
+        except (LoadError, SamplingError) as error:
+            variant.error = _with_engine(variant, str(error))
+        if variant.error is not None:
+            self.down()
+
+    def _clear(self, looks: int) -> bool:
+        """Whether every difference between drafters is clear after so many looks."""
+        found = measured(self.plan, self.variants, self.journal)
+        ok = [entry for entry in found if entry["status"] == "ok"]
+        clear = all_clear(ok, looks_confidence(self.plan.looks))
+        if clear:
+            self.progress.stage("all", f"every difference is clear after {looks} of {self.plan.looks} parts")
+        return clear
+
+    def look_into_differences(self) -> Gaps | None:
+        """Ask the baseline's engine how near a tie was, wherever a greedy answer is not the baseline's.
+
+        None where nothing can be asked: at temperature, or with a baseline that speculates or failed.
+        """
+        baseline = self.variants[0]
+        if self.plan.sampling.temperature > 0 or baseline.error is not None or speculates(baseline):
+            return None
+        questions = [
+            question
+            for variant in self.variants[1:]
+            if variant.error is None
+            for load in self.plan.loads
+            for pair in pairs_of(self.plan, self.journal, variant, baseline, load)
+            if (question := question_of(pair, load.thinking))
+        ]
+        if not questions:
+            return {}
+        try:
+            endpoint = self._bring_up(baseline)
+            self.progress.stage(baseline.name, f"asking how near {len(set(questions))} ties were")
+            prompts = {prompt.id: prompt for prompt in self.plan.prompts}
+            return ask_gaps(endpoint, questions, prompts, self.plan.sampling)
+        except (EngineError, LoadError) as error:
+            self.progress.stage(baseline.name, f"the differences were not looked into: {str(error).splitlines()[0]}")
+            return None
+
+    def _sample(self, endpoint: Endpoint, variant: Variant) -> None:
+        """Continuations for the sampling check, drawn at the temperature of the run."""
+        plan = self.plan
+        chosen = plan.prompts[:: max(1, len(plan.prompts) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
+        ids = prompt_ids(endpoint, chosen, plan.sampling)
+        cases = [Case(tuple(prompt), temperature=plan.sampling.temperature) for prompt in ids]
+        times = REFERENCE_TIMES if variant is self.variants[0] else 1
+        self.progress.stage(variant.name, "sampling continuations")
+        found = collect(
+            endpoint.url,
+            endpoint.headers,
+            cases,
+            samples=plan.check_sampling * times,
+            tokens=SAMPLED_TOKENS,
+            concurrency=max(load.concurrency for load in plan.loads),
+            title=f"{variant.name}: samples",
+        )
+        self.journal.sampled(variant.name, [each.rows for each in found])
 
 
-def _with_engine(engine: Engine, what: str) -> str:
+def _with_engine(variant: Variant, what: str) -> str:
     """What went wrong, what became of the engine meanwhile, and the last lines of its log."""
-    deadline = time.monotonic() + STATE_SETTLES_S
+    engine, deadline = variant.engine, time.monotonic() + STATE_SETTLES_S
+    if isinstance(engine, Attached):
+        return what
     while engine.state == "ready" and time.monotonic() < deadline:
         time.sleep(0.1)
     fate = "" if engine.state == "ready" else f"; the engine is {engine.state}"
     tail = "\n  ".join(engine.log_tail(20))
     return f"{what.removesuffix('.')}{fate}. Its last log lines:\n  {tail}"
-
-
-def build_report(plan: Plan, variants: Sequence[Variant], created: str) -> Report:
-    """The report of variants that were measured, the baseline first."""
-    ran = [variant for variant in variants if variant.error is None]
-    target = plan.profile.target.model_dump(exclude_none=True)
-    entries = [_entry(plan, variant, variants[0]) for variant in variants]
-    return {
-        "format": FORMAT,
-        "created": created,
-        "simulated": any(variant.engine.simulated for variant in variants),
-        "provenance": {
-            **provenance(
-                target=target,
-                engine_version=ran[0].engine.version if ran else None,
-                engine_env="ours",
-                argvs=[variant.engine.argv for variant in ran],
-                profile_sha256=plan.profile.sha256,
-                prompts_sha256=prompts_sha256(plan.prompts),
-            ),
-            "baseline": variants[0].name,
-        },
-        "variants": entries,
-        "comparisons": comparisons(entry for entry in entries if entry["status"] == "ok"),
-    }
-
-
-def _entry(plan: Plan, variant: Variant, baseline: Variant) -> dict[str, Any]:
-    drafter = variant.engine.drafter
-    entry: dict[str, Any] = {"status": "ok", "drafter": variant.name}
-    if variant.error is not None:
-        return {**entry, "status": "failed", "error": variant.error}
-    described = {
-        "algorithm": drafter.algorithm,
-        "drafter_sha256": drafter.sha256,
-        "engine_version": variant.engine.version,
-        "flags": variant.engine.argv,
-        "dtype": variant.engine.resolved["dtype"],
-        "temperature": plan.sampling.temperature,
-        "max_tokens": plan.sampling.max_tokens,
-        "seed": plan.sampling.seed,
-        "thinking": plan.sampling.thinking,
-        "steps": drafter.num_steps or None,  # the engine says 0 for NGRAM, which has none
-        "topk": drafter.topk,
-        "draft_tokens": drafter.draft_tokens,
-        "concurrency": plan.concurrency,
-    }
-    entry |= {name: value for name, value in described.items() if value is not None}
-    entry |= figures(variant.blocks, offered(variant.engine))
-    if plan.sampling.temperature == 0 and variant is not baseline and baseline.error is None:
-        entry["greedy_equal"] = greedy_equal(variant.answers, baseline.answers)
-    entry["requests"] = [
-        {
-            "prompt_id": answer.prompt_id,
-            "category": answer.category,
-            "repeat": repeat,
-            "histogram": list(answer.histogram),
-            "tokens": answer.tokens,
-            "seconds": answer.seconds,
-            "ttft_s": answer.ttft_s,
-            "looping": answer.looping,
-            "output_sha256": answer.output_sha256,
-        }
-        for repeat, block in enumerate(variant.blocks)
-        for answer in block.answers
-    ]
-    if has_interval(entry):
-        entry["acceptance_length_ci95"] = interval(entry)
-    return entry
-
-
-def offered(engine: Engine) -> int:
-    """The most draft tokens that one verify step can accept: the depth of the chain or tree; 0 without speculation."""
-    drafter = engine.drafter
-    if drafter.algorithm == "NONE" or drafter.draft_tokens is None:
-        return 0
-    if drafter.algorithm == "NGRAM" or drafter.num_steps is None:
-        return drafter.draft_tokens - 1
-    return drafter.num_steps
-
-
-def figures(blocks: Sequence[Block], positions: int) -> dict[str, Any]:
-    """The figures of one variant, from its answers. A figure that is not defined is left out.
-
-    positions: draft positions a step offered, so that one where nothing was ever accepted counts as 0.
-    Speed is over the wall time of the blocks; TPOT is (seconds - ttft) / (tokens - 1) of a request of two tokens or
-    more; ITL is the time between two pieces of a stream, each of which may carry several tokens.
-    """
-    answers = [answer for block in blocks for answer in block.answers]
-    seconds = sum(block.seconds for block in blocks)
-    result: dict[str, Any] = {
-        **_acceptance(answers, positions),
-        "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
-    }
-    for name, share, values in (
-        ("ttft_ms_p50", 50, [answer.ttft_s for answer in answers]),
-        ("tpot_ms_p50", 50, [(a.seconds - a.ttft_s) / (a.tokens - 1) for a in answers if a.tokens > 1]),
-        ("itl_ms_p99", 99, [gap for answer in answers for gap in answer.gaps_s]),
-    ):
-        if values:
-            result[name] = 1000 * float(numpy.percentile(values, share))
-    categories = dict.fromkeys(answer.category for answer in answers)
-    result["categories"] = {
-        category: _acceptance([answer for answer in answers if answer.category == category], positions)
-        for category in categories
-    }
-    result["blocks"] = [
-        {"repeat": repeat, "seconds": block.seconds, "tokens": sum(answer.tokens for answer in block.answers)}
-        for repeat, block in enumerate(blocks)
-    ]
-    return result
-
-
-def _acceptance(answers: Sequence[Answer], positions: int) -> dict[str, Any]:
-    """What the histograms of some answers say, and how many of them loop."""
-    summed = add_histograms(answer.histogram for answer in answers)
-    calm = add_histograms(answer.histogram for answer in answers if not answer.looping)
-    padded = summed + [0] * (positions + 1 - len(summed)) if summed else []
-    found: dict[str, Any] = {
-        "acceptance_length": acceptance_length(summed),
-        "acceptance_length_no_loops": acceptance_length(calm),
-        "full_acc": full_acc(padded) or None,
-        "cond_acc": cond_acc(padded) or None,
-        "flatness": flatness(padded),
-        "loop_share": sum(answer.looping for answer in answers) / len(answers),
-        "answers": len(answers),
-        "tokens": sum(answer.tokens for answer in answers),
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def greedy_equal(answers: Sequence[Answer], baseline: Sequence[Answer]) -> dict[str, int]:
-    """How many answers have exactly the baseline's token ids, prompt by prompt and repeat by repeat."""
-    pairs = list(zip(answers, baseline, strict=True))
-    assert all(mine.prompt_id == theirs.prompt_id for mine, theirs in pairs)
-    return {"equal": sum(mine.output_ids == theirs.output_ids for mine, theirs in pairs), "total": len(pairs)}

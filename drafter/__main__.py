@@ -12,6 +12,7 @@ from drafter.checkpoint.folder_cli import add_preflight
 from drafter.checkpoint.remap_cli import add_remap
 from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
+from drafter.speedup_cli import add_speedup
 from drafter.training.cli import add_evaluate, add_train
 
 STEPS = """\
@@ -21,6 +22,7 @@ the steps, each resumable by running the same command again:
   capture    an engine reads them, and writes down what it would feed a drafter
   train      the drafter learns to go on as the target does
   evaluate   what an engine would accept of it
+  speedup    what that is worth on a machine, measured or on paper
 and with drafters of any origin:
   inspect    what a drafter folder is
   preflight  what an engine would not tell about it
@@ -42,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate):
+    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_speedup):
         add(commands)
     for add in (add_inspect, add_preflight, add_diff, add_remap, add_convert):
         add(commands)

@@ -1,7 +1,8 @@
 """The schema of an evidence report (`report.json`): writing, reading with checks, hashes, provenance.
 
 A report carries every request's histogram, so that each figure in it can be worked out again; reading does so for
-acceptance length. Keys that a measurement did not produce are absent, never null.
+acceptance length. There is one variant for each drafter and load (concurrency, thinking). Keys that a measurement did
+not produce are absent, never null.
 """
 
 from __future__ import annotations
@@ -40,10 +41,17 @@ PROVENANCE_KEYS: dict[str, Kinds] = {
     "target": (dict,),
     "engine_env": (str,),
     "flags": (list,),
-    "profile_sha256": (str,),
     "prompts_sha256": (str,),
     "machine": (dict,),
     "command": (str,),
+}
+# Keys that a report's provenance has where there is such a thing: a profile where the bench started the engines.
+ORIGIN_KEYS: dict[str, Kinds] = {
+    "engine_version": (str,),
+    "profile_sha256": (str,),
+    "baseline": (str,),  # name of the variant that the others are held against
+    "order": (list,),  # names of the variants in the order of the engine's starts
+    "resumed": (int,),  # how often a killed run was gone on with
 }
 FAILED_KEYS: dict[str, Kinds] = {"drafter": (str,), "error": (str,)}
 MEASURED_KEYS: dict[str, Kinds] = {
@@ -60,17 +68,50 @@ MEASURED_KEYS: dict[str, Kinds] = {
     "categories": (dict,),
     "requests": (list,),
 }
-# Keys that an "ok" variant has where the figure is defined.
+# Keys that an "ok" variant has where the figure is defined. Times are in milliseconds.
 DEFINED_KEYS: dict[str, Kinds] = {
+    "answers_each": (int,),  # answers to each request (n)
+    "ngram": (dict,),  # parameters and the corpus's sha256
+    "foreign_vocabulary": (bool,),  # it drafts over a part of the vocabulary, and has no eyas.json that says whence
+    "flushed": (bool,),  # whether the caches were emptied before each block
     "full_acc": (list,),
     "cond_acc": (list,),
     "flatness": NUMBER,
     "acceptance_length_ci95": (list,),
+    "tokens_per_second_each": NUMBER,  # tokens of the answers over their summed seconds: what one user sees
     "ttft_ms_p50": NUMBER,
+    "ttft_ms_p99": NUMBER,
     "tpot_ms_p50": NUMBER,
+    "itl_ms_p50": NUMBER,
     "itl_ms_p99": NUMBER,
+    "verify_step_ms": NUMBER,  # of variants that speculate
+    "decode_step_ms": NUMBER,  # of those that do not
+    "step_cost": NUMBER,  # verify_step_ms over the decode_step_ms of no speculation at this load
+    "speedup": NUMBER,  # tokens/s over the baseline's at this load
+    "speedup_ci95": (list,),
+    "loses": (bool,),  # slower than the baseline: absent where the interval holds 1
     "greedy_equal": (dict,),
+    "sampling": (dict,),
+    "by_answer_position": (list,),
+    "by_context_length": (list,),
+    "placed_share": NUMBER,  # verify steps whose place is known, of all
+    "blocks": (list,),
 }
+EQUAL_KEYS: dict[str, Kinds] = {"equal": (int,), "total": (int,)}
+# Of greedy_equal, where the answers that differ were looked at: how many differ at a near tie, and each by itself.
+LOOKED_KEYS: dict[str, Kinds] = {"near_ties": (int,), "differences": (list,)}
+# `position` counts the answer's tokens from 0; `gap` is how much likelier (in nats) the target finds one token than the
+# other where they part; both are absent where an answer only ended earlier or the engine gave no figure.
+DIFFERENCE_KEYS: dict[str, Kinds] = {"prompt_id": (str,), "repeat": (int,), "position": (int,)}
+SAMPLING_KEYS: dict[str, Kinds] = {
+    "differs": (bool,),
+    "p_value": NUMBER,  # the smallest of the prompts', times their number
+    "error_rate": NUMBER,
+    "samples": (int,),
+    "reference_samples": (int,),
+    "prompts": (int,),
+}
+BUCKET_KEYS: dict[str, Kinds] = {"from": (int,), "to": (int,), "steps": (int,), "acceptance_length": NUMBER}
 REQUEST_KEYS: dict[str, Kinds] = {
     "prompt_id": (str,),
     "category": (str,),
@@ -81,6 +122,9 @@ REQUEST_KEYS: dict[str, Kinds] = {
     "looping": (bool,),
     "output_sha256": (str,),
 }
+# Keys that a request has where they are known. `accepted`: the accepted draft tokens of each verify step, in order, one
+# base-36 digit each.
+PLACED_KEYS: dict[str, Kinds] = {"repeat": (int,), "answer": (int,), "prompt_tokens": (int,), "accepted": (str,)}
 
 
 COMPARISON_KEYS: dict[str, Kinds] = {
@@ -91,6 +135,14 @@ COMPARISON_KEYS: dict[str, Kinds] = {
     "p_adjusted": NUMBER,
     "speedup": NUMBER,
 }
+# Keys that a comparison has since loads are measured side by side. prompts_needed: to find a difference of 0.05.
+LOAD_KEYS: dict[str, Kinds] = {
+    "concurrency": (int,),
+    "thinking": (str,),
+    "speedup_ci95": (list,),
+    "prompts_needed": (int,),
+}
+SEQUENTIAL_KEYS: dict[str, Kinds] = {"looks": (int,), "done": (int,), "level": NUMBER, "stopped": (bool,)}
 
 
 class ReportError(ValueError):
@@ -146,6 +198,9 @@ def check_report(report: Any, what: str = "the report") -> None:
         )
     _check_keys(report, REPORT_KEYS, what)
     _check_keys(report["provenance"], PROVENANCE_KEYS, f"{what}: provenance")
+    _check_present(report["provenance"], ORIGIN_KEYS, f"{what}: provenance")
+    if "sequential" in report:
+        _check_keys(report["sequential"], SEQUENTIAL_KEYS, f"{what}: sequential")
     if not report["variants"]:
         raise ReportError(f"{what}: 'variants' is empty, expected at least one.")
     for index, variant in enumerate(report["variants"]):
@@ -159,6 +214,7 @@ def check_report(report: Any, what: str = "the report") -> None:
             raise ReportError(f"{where}: 'status' is {variant['status']!r}, expected 'ok' or 'failed'.")
     for index, comparison in enumerate(report.get("comparisons", [])):
         _check_keys(comparison, COMPARISON_KEYS, f"{what}: comparisons[{index}]")
+        _check_present(comparison, LOAD_KEYS, f"{what}: comparisons[{index}]")
 
 
 def _check_measured(variant: Any, where: str) -> None:
@@ -167,13 +223,13 @@ def _check_measured(variant: Any, where: str) -> None:
         raise ReportError(f"{where}: 'requests' is empty, expected every request that was measured.")
     for index, request in enumerate(variant["requests"]):
         _check_keys(request, REQUEST_KEYS, f"{where}.requests[{index}]")
+        _check_present(request, PLACED_KEYS, f"{where}.requests[{index}]")
         try:
             check_histogram(request["histogram"])
         except ValueError as error:
             raise ReportError(f"{where}.requests[{index}]: {error}") from None
-    _check_keys(variant, {name: kinds for name, kinds in DEFINED_KEYS.items() if name in variant}, where)
-    if "greedy_equal" in variant:
-        _check_keys(variant["greedy_equal"], {"equal": (int,), "total": (int,)}, f"{where}: greedy_equal")
+    _check_present(variant, DEFINED_KEYS, where)
+    _check_parts(variant, where)
     for name, kept in (
         ("acceptance_length", variant["requests"]),
         ("acceptance_length_no_loops", [request for request in variant["requests"] if not request["looping"]]),
@@ -189,6 +245,27 @@ def _check_measured(variant: Any, where: str) -> None:
             )
     if "acceptance_length" in variant:
         _check_keys(variant, {"full_acc": (list,), "cond_acc": (list,)}, where)
+
+
+def _check_parts(variant: Any, where: str) -> None:
+    """What lies one level deeper in a variant."""
+    if "greedy_equal" in variant:
+        equal = variant["greedy_equal"]
+        _check_keys(equal, EQUAL_KEYS, f"{where}: greedy_equal")
+        _check_present(equal, LOOKED_KEYS, f"{where}: greedy_equal")
+        for index, difference in enumerate(equal.get("differences", [])):
+            _check_keys(difference, DIFFERENCE_KEYS, f"{where}: greedy_equal.differences[{index}]")
+            _check_present(difference, {"gap": NUMBER, "near_tie": (bool,)}, f"{where}: greedy_equal.differences")
+    if "sampling" in variant:
+        _check_keys(variant["sampling"], SAMPLING_KEYS, f"{where}: sampling")
+    for name in ("by_answer_position", "by_context_length"):
+        for index, bucket in enumerate(variant.get(name, [])):
+            _check_keys(bucket, BUCKET_KEYS, f"{where}: {name}[{index}]")
+
+
+def _check_present(table: Any, keys: Mapping[str, Kinds], where: str) -> None:
+    """Check those of the keys that are there."""
+    _check_keys(table, {name: kinds for name, kinds in keys.items() if name in table}, where)
 
 
 def _check_keys(table: Any, keys: Mapping[str, Kinds], where: str) -> None:
@@ -235,24 +312,25 @@ def provenance(
     engine_version: str | None,
     engine_env: str,
     argvs: Sequence[Sequence[str]],
-    profile_sha256: str,
+    profile_sha256: str | None,
     prompts_sha256: str,
 ) -> dict[str, Any]:
     """Where the figures come from.
 
     engine_env: "ours" where Eyas started the engine, so that nothing in its environment fakes acceptance; else
     "unknown". argvs: one engine command line for each variant that ran; `flags` is what they have in common.
-    engine_version is left out where no engine came up.
+    engine_version is left out where no engine came up, profile_sha256 where none was started from a profile.
     """
     block: dict[str, Any] = {
         "target": dict(target),
         "engine_env": engine_env,
         "flags": common_flags(argvs),
-        "profile_sha256": profile_sha256,
         "prompts_sha256": prompts_sha256,
         "machine": machine(),
         "command": command(),
     }
+    if profile_sha256 is not None:
+        block["profile_sha256"] = profile_sha256
     if engine_version is not None:
         block["engine_version"] = engine_version
     return block
@@ -262,11 +340,12 @@ def common_flags(argvs: Sequence[Sequence[str]]) -> list[str]:
     """The flags, with their values, that every command line has, in the order of the first."""
     if not argvs:
         return []
-    grouped = [_flag_groups(argv) for argv in argvs]
+    grouped = [flag_groups(argv) for argv in argvs]
     return [word for group in grouped[0] if all(group in other for other in grouped[1:]) for word in group]
 
 
-def _flag_groups(argv: Sequence[str]) -> list[tuple[str, ...]]:
+def flag_groups(argv: Sequence[str]) -> list[tuple[str, ...]]:
+    """Each flag of a command line with its values."""
     groups: list[list[str]] = []
     for word in argv:
         if word.startswith("--"):

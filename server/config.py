@@ -49,6 +49,7 @@ OWNED_FLAGS = frozenset(
         "--speculative-eagle-topk",
         "--speculative-num-draft-tokens",
         "--speculative-adaptive",
+        "--speculative-adaptive-config",
         "--speculative-draft-attention-backend",
         "--speculative-draft-model-quantization",
         "--speculative-draft-model-revision",
@@ -191,6 +192,8 @@ class DrafterTable(Table):
     """One drafter of the profile: a folder (EAGLE3), or NGRAM with its parameters.
 
     `layer_ids` restates the drafter's own `eagle_config` and must agree with it; the folder is never changed.
+    `adaptive`: the number of draft steps follows the load and the acceptance, by SGLang's own table (true) or by a file
+    of `python -m drafter speedup --adaptive-config`; left out, as [speculation] says.
     """
 
     path: str | None = None
@@ -203,6 +206,7 @@ class DrafterTable(Table):
     num_steps: Count | None = None
     topk: Count | None = None
     draft_tokens: Count | None = None
+    adaptive: bool | str | None = None
     ngram: NgramTable = NgramTable()
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from drafter.checkpoint.findings import Finding
 from drafter.checkpoint.folder import DrafterFolder, open_folder
 from drafter.checkpoint.preflight import check_names, preflight, refuse
 from drafter.checkpoint.subject import Deployment, Subject, read_target
+from drafter.costs import CostsError, adaptive_steps
 from server import probe
 from server.config import FAKING_ENVIRONMENT, DrafterTable, Profile, resolve_path
 
@@ -364,8 +365,34 @@ def _speculation_flags(profile: Profile, drafter: ActiveDrafter) -> list[tuple[s
         ("--speculative-eagle-topk", drafter.topk),
         ("--speculative-draft-attention-backend", draft_backend),
         ("--speculative-draft-model-quantization", table.quantization),
-        ("--speculative-adaptive", profile.speculation.adaptive),
+        ("--speculative-adaptive", bool(_adaptive(profile, drafter))),
+        ("--speculative-adaptive-config", _adaptive_file(profile, drafter)),
     ]
+
+
+def _adaptive(profile: Profile, drafter: ActiveDrafter) -> bool | str:
+    """Whether the number of draft steps adapts, or the file by which it does."""
+    assert drafter.table
+    own = drafter.table.adaptive
+    return profile.speculation.adaptive if own is None else own
+
+
+def _adaptive_file(profile: Profile, drafter: ActiveDrafter) -> str | None:
+    """The file of an adaptive drafter that has one. Raises LaunchError where SGLang would refuse it at its start."""
+    chosen = _adaptive(profile, drafter)
+    if not isinstance(chosen, str):
+        return None
+    file = resolve_path(chosen, profile.source.parent)
+    try:
+        steps = adaptive_steps(Path(file))
+    except CostsError as error:
+        raise LaunchError(f"drafter {drafter.name!r}: {error}") from None
+    if drafter.num_steps not in steps:
+        raise LaunchError(
+            f"drafter {drafter.name!r} has num_steps {drafter.num_steps}, but {file} knows only {steps}: set num_steps "
+            "to one of those."
+        )
+    return file
 
 
 def _expected(profile: Profile, drafter: ActiveDrafter) -> dict[str, Any]:
@@ -386,7 +413,7 @@ def _expected(profile: Profile, drafter: ActiveDrafter) -> dict[str, Any]:
             "speculative_num_steps": drafter.num_steps,
             "speculative_eagle_topk": drafter.topk,
             "speculative_num_draft_tokens": drafter.draft_tokens,
-            "speculative_adaptive": profile.speculation.adaptive,
+            "speculative_adaptive": bool(_adaptive(profile, drafter)),
         }
     elif drafter.algorithm == "NGRAM":
         assert drafter.table

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import bench.runner
+import bench.variants
 from tests.bench.fake_engine import FakeEngine, Script, Seen
 
 PROMPTS = ("red", "green", "blue", "grey")
@@ -38,7 +39,7 @@ def prompt_file(tmp_path: Path) -> Path:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeEngine]]:
     monkeypatch.setattr(FakeEngine, "scripts", {"none": Script(algorithm="NONE"), "good": Script(steps=(3, 2, 0))})
     monkeypatch.setattr(FakeEngine, "seen", Seen())
-    monkeypatch.setattr(bench.runner, "Engine", FakeEngine)
+    monkeypatch.setattr(bench.variants, "Engine", FakeEngine)
     monkeypatch.setattr(bench.runner, "STATE_SETTLES_S", 0.2)
     yield FakeEngine
     assert sorted(FakeEngine.seen.stops) == sorted(FakeEngine.seen.starts), "an engine was left running"

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,11 @@ class Script:
     delay_s: float = 0.0
     name: str = ""
     simulated: bool = False
+    start_s: float = 0.0  # how long a start takes
+    together: bool = False  # two steps come in one piece, as when the engine's queue backs up
+    gap: float | None = 0.4  # nats by which the plain engine prefers its own token; None gives no figure
+    samples: tuple[int, ...] = (1, 2, 3)  # tokens drawn by turns where continuations are sampled
+    versions: tuple[str, ...] = ("9.9.9",)  # of the first start, of the next, ...
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Seen:
 
     starts: list[str] = field(default_factory=list)
     flushes: list[str] = field(default_factory=list)
+    questions: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     bodies: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     running: int = 0
@@ -84,11 +91,13 @@ class FakeEngine:
         self.admin_headers = {"authorization": f"Bearer {self.admin_key}"}
         self.url = ""
         self._measured = 0
+        self._random = random.Random(drafter)
         self._lines: list[str] = []
 
     def start(self, progress: Callable[[str], None]) -> None:
         self.seen.starts.append(self.given)
         progress("starting the process")
+        time.sleep(self.script.start_s)
         if self.script.fault == "does not start":
             self.state = "dead"
             raise EngineError("the engine died (exit code 3) while loading. Its last log lines (x):\n  out of memory")
@@ -99,7 +108,7 @@ class FakeEngine:
         self._thread.start()
         assert ready.wait(10)
         self.state = "ready"
-        self.version = "9.9.9"
+        self.version = self.script.versions[min(self.seen.starts.count(self.given), len(self.script.versions)) - 1]
         self.resolved = {"dtype": "float32"}
         self.argv = ["python", "-m", "fake", "--port", self.url.rpartition(":")[2], "--model", "m", "--for", self.given]
 
@@ -122,6 +131,8 @@ class FakeEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_get("/server_info", self._server_info)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -139,6 +150,42 @@ class FakeEngine:
         self.seen.flushes.append(self.given)
         return web.Response(text="Cache flushed.\n")
 
+    async def _server_info(self, request: web.Request) -> web.Response:
+        if request.headers.get("authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        speculates = self.script.algorithm != "NONE"
+        return web.json_response(
+            {
+                "version": "9.9.9",
+                "served_model_name": "fake",
+                "model_path": "/elsewhere",
+                "dtype": "float32",
+                "api_key": self.api_key,
+                "speculative_algorithm": self.script.algorithm if speculates else None,
+                "speculative_num_steps": 3 if speculates else None,
+                "speculative_eagle_topk": 1 if speculates else None,
+                "speculative_num_draft_tokens": 4 if speculates else None,
+            }
+        )
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        """Two uses: how likely two tokens are, and continuations drawn at a temperature."""
+        body = await request.json()
+        if "token_ids_logprob" in body:
+            self.seen.questions.append((self.given, body))
+            theirs, mine = body["token_ids_logprob"]
+            rows = [] if self.script.gap is None else [[[-1.0, theirs, None], [-1.0 - self.script.gap, mine, None]]]
+            return web.json_response({"meta_info": {"output_token_ids_logprobs": rows}})
+        return web.json_response(
+            [
+                {
+                    "output_ids": [self._random.choice(self.script.samples) for _ in range(asked["max_new_tokens"])],
+                    "meta_info": {"finish_reason": None},
+                }
+                for asked in body["sampling_params"]
+            ]
+        )
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -154,6 +201,8 @@ class FakeEngine:
 
     async def _answer(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         prompt = body["messages"][-1]["content"]
+        if body.get("return_input_ids_in_sglext"):
+            return web.json_response({"choices": [], "sglext": {"input_ids": list(prompt.encode())}})
         fault = ""
         if "owls" not in prompt:
             self.seen.bodies.append((self.given, body))
@@ -177,26 +226,33 @@ class FakeEngine:
             await response.write(raw[9:])
 
         def chunk(**fields: Any) -> dict[str, Any]:
-            return {"id": "x", "object": "chat.completion.chunk", "model": "fake", "choices": [], **fields}
+            return {"id": "x", "object": "chat.completion.chunk", "model": "fake", "choices": []} | fields
 
-        def piece(finish: str | None = None, **delta: Any) -> dict[str, Any]:
-            return chunk(choices=[{"index": 0, "delta": delta, "finish_reason": finish}])
+        def piece(choice: int, finish: str | None = None, **delta: Any) -> dict[str, Any]:
+            return {"choices": [{"index": choice, "delta": delta, "finish_reason": finish}]}
 
-        await send(piece(role="assistant", content=""))
-        for number, size in enumerate(answer.pieces):
+        number = body.get("n", 1)
+        made = [0] * number
+        for choice in range(number):
+            await send(piece(choice, role="assistant", content=""))
+        for place, (size, choice) in enumerate((size, choice) for size in answer.pieces for choice in range(number)):
+            made[choice] += size
             if self.script.delay_s:
                 await asyncio.sleep(self.script.delay_s)
-            await send(piece(content=f"{number} " * size))
-            if fault == "dies" and number == 1:
+            if self.script.together and place % 2 and made[choice] < len(answer.ids):
+                continue  # its text comes with the next
+            usage = {"prompt_tokens": 5, "completion_tokens": made[choice]}
+            await send(chunk(usage=usage, **piece(choice, content=f"{place} " * size)))
+            if fault == "dies" and place == 1:
                 self._lines += [f"line {count}" for count in range(30)] + ["Segmentation fault"]
                 self.state = "dead"
                 assert request.transport
                 request.transport.abort()
                 self._end.set()
                 await asyncio.sleep(30)
-            if fault == "cut off" and number == 1:
+            if fault == "cut off" and place == 1:
                 return response
-            if fault == "goes silent" and number == 1:
+            if fault == "goes silent" and place == 1:
                 await asyncio.sleep(30)
         if fault == "breaks off":
             await send({"error": {"message": "Out of KV cache.", "type": "InternalServerError", "code": 500}})
@@ -204,10 +260,11 @@ class FakeEngine:
             return response
         if fault == "not json":
             await send("{half")
-        await send(piece(finish="abort" if fault == "aborts" else "length"))
-        extension: dict[str, Any] = {"output_ids": [answer.ids]}
+        for choice in range(number):
+            await send(chunk(**piece(choice, finish="abort" if fault == "aborts" else "length")))
+        extension: dict[str, Any] = {"output_ids": [answer.ids] * number}
         if self.script.algorithm != "NONE" and answer.histogram:
-            extension["spec_tokens_details"] = answer.details
+            extension["spec_tokens_details"] = [answer.details] * number if number > 1 else answer.details
         if fault == "no details":
             extension.pop("spec_tokens_details")
         if fault == "speculates all the same":
@@ -220,10 +277,10 @@ class FakeEngine:
         if fault == "no ids":
             extension.pop("output_ids")
         if fault == "fewer ids":
-            extension["output_ids"] = [answer.ids[:-1]]
+            extension["output_ids"] = [answer.ids[:-1]] * number
         await send(chunk(sglext=extension))
         if fault != "no usage":
-            count = len(answer.ids)
+            count = len(answer.ids) * number
             await send(chunk(usage={"prompt_tokens": 5, "completion_tokens": count, "total_tokens": count + 5}))
         if fault != "no done":
             await send("[DONE]")

@@ -1,5 +1,6 @@
 """python bench/accept_len.py from the outside, on FakeEngine: what it prints, writes, refuses and survives."""
 
+import hashlib
 import json
 import os
 import re
@@ -8,14 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import load
+from bench import load, schedule, variants
 from bench.accept_len import main
 from drafter.report import check_report, read_report
+from server.launch import resolve_drafter
 from tests.bench.conftest import PROMPTS
 from tests.bench.fake_engine import FakeEngine, Script
 
@@ -82,7 +85,7 @@ def test_what_every_request_asks(bench: Any, engine: type[FakeEngine]):
                 "temperature": 0.5,
                 "max_tokens": 40,
                 "stream": True,
-                "stream_options": {"include_usage": True},
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
             assert body["return_spec_tokens_details"] is body["return_output_ids_in_sglext"] is True
             assert "chat_template_kwargs" not in body
@@ -98,8 +101,8 @@ def test_thinking_is_passed_to_the_template(bench: Any, engine: type[FakeEngine]
 
 
 def test_caches_are_emptied_before_every_block(bench: Any, engine: type[FakeEngine]):
-    bench("--drafter", "good", "--repeats", "3")
-    assert engine.seen.flushes == ["none"] * 3 + ["good"] * 3
+    bench("--drafter", "good", "--repeats", "3", "--concurrency", "1,2")
+    assert engine.seen.flushes == ["none", "none", "good", "good"] * 3
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 4])
@@ -177,7 +180,7 @@ def test_greedy_answers_are_compared_token_for_token(bench: Any, engine: type[Fa
     code, report, out, _ = bench("--drafter", "good", "--repeats", "2")
     plain, good = report["variants"]
     assert code == 0  # told, not failed
-    assert good["greedy_equal"] == {"equal": 6, "total": 8}
+    assert (good["greedy_equal"]["equal"], good["greedy_equal"]["total"]) == (6, 8)
     assert "6 of 8" in out
     same = [a["output_sha256"] == b["output_sha256"] for a, b in zip(plain["requests"], good["requests"], strict=True)]
     assert same == [True, True, False, True] * 2
@@ -246,7 +249,7 @@ def test_a_variant_that_fails_is_reported_while_the_others_finish(bench: Any, en
     assert set(failed) == {"status", "drafter", "error"}
     assert re.search(FAULTS[fault], failed["error"]), failed["error"]
     assert "Failed: bad" in out and "bad: failed" in err
-    assert report["variants"][2]["greedy_equal"] == {"equal": 4, "total": 4}
+    assert report["variants"][2]["greedy_equal"] == {"equal": 4, "total": 4, "near_ties": 0, "differences": []}
     assert "Traceback" not in err
 
 
@@ -301,7 +304,12 @@ def test_json_of_a_failed_variant(bench: Any, engine: type[FakeEngine]):
 def test_report_md_is_what_is_printed_into_a_pipe(bench: Any, tmp_path: Path):
     _, _, out, _ = bench("--drafter", "good")
     assert (tmp_path / "out" / "report.md").read_text() == out
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "report.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+        "report.prom",
+    ]
 
 
 def test_without_out_the_report_goes_to_a_new_folder_under_home(
@@ -316,6 +324,316 @@ def test_without_out_the_report_goes_to_a_new_folder_under_home(
     for folder in folders:
         check_report(read_report(folder / "report.json"))
         assert f"report in {folder}" in capsys.readouterr().err or folder == folders[1]
+
+
+def unfinished(bench: Any, engine: type[FakeEngine], tmp_path: Path, *args: str) -> None:
+    """A run whose last engine never came up: its journal is kept, as a killed run leaves it."""
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine.scripts["late"] = Script(steps=(1,))
+    original, FakeEngine.start = FakeEngine.start, die  # type: ignore[method-assign, assignment]
+    try:
+        FakeEngine.start = (  # type: ignore[method-assign]
+            lambda self, progress: die() if self.given == "late" else original(self, progress)
+        )
+        code, _, _, _ = bench("--drafter", "good", "--drafter", "late", *args)
+    finally:
+        FakeEngine.start = original  # type: ignore[method-assign]
+    engine.seen.stops.remove("late")
+    assert code == 130 and (tmp_path / "out" / "blocks.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        (["--seed", "3"], "sampling"),
+        (["--max-tokens", "30"], "sampling"),
+        (["--concurrency", "2"], "concurrency and thinking"),
+        (["--repeats", "2"], "repeats"),
+        (["--num-steps", "2"], "drafters"),
+        (["--limit", "3", "--concurrency", "3"], "concurrency and thinking, prompts"),
+    ],
+)
+def test_another_run_does_not_go_on_with_it(
+    bench: Any, engine: type[FakeEngine], tmp_path: Path, args: list[str], what: str
+):
+    unfinished(bench, engine, tmp_path)
+    before = list(engine.seen.starts)
+    code, report, _, err = bench("--drafter", "good", "--drafter", "late", *args)
+    assert code == 2 and report is None and engine.seen.starts == before
+    assert f"is of an unfinished run that differs in {what}: give the same command" in err and err.count("\n") == 1
+
+
+def test_a_journal_that_is_none(bench: Any, engine: type[FakeEngine], tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "blocks.jsonl").write_text("[]\n")
+    code, _, _, err = bench("--drafter", "good")
+    assert code == 2 and "is not the journal of a run" in err and engine.seen.starts == []
+
+
+def test_an_engine_that_came_back_as_another_fails_its_variant(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].versions = ("9.9.9", "9.9.10")
+    code, report, _, _ = bench("--drafter", "good", "--repeats", "2")
+    assert code == 1
+    assert [variant["status"] for variant in report["variants"]] == ["ok", "failed"]
+    assert "engine_version '9.9.10', the one before had '9.9.9'" in report["variants"][1]["error"]
+
+
+def test_variants_take_turns(bench: Any, engine: type[FakeEngine]):
+    _, report, _, _ = bench("--drafter", "good", "--repeats", "3")
+    assert engine.seen.starts == ["none", "good"] * 3 == report["provenance"]["order"]
+    assert [block["repeat"] for block in report["variants"][1]["blocks"]] == [0, 1, 2]
+
+
+def test_without_turns_each_starts_once(bench: Any, engine: type[FakeEngine]):
+    bench("--drafter", "good", "--repeats", "3", "--interleave", "off")
+    assert engine.seen.starts == ["none", "good"]
+
+
+def test_a_slow_start_makes_fewer_turns(bench: Any, engine: type[FakeEngine], monkeypatch: Any):
+    monkeypatch.setattr(schedule, "SLOW_START_S", 0.2)
+    engine.scripts["none"].start_s = 0.3
+    _, report, _, _ = bench("--drafter", "good", "--repeats", "4")
+    assert engine.seen.starts == ["none", "good", "none"], "A B B A: the middle engine stays up"
+    assert [len(variant["requests"]) for variant in report["variants"]] == [16, 16]
+
+
+def test_a_curve_over_concurrency(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].delay_s = engine.scripts["none"].delay_s = 0.001
+    code, report, _, err = bench("--drafter", "good", "--concurrency", "1,2,4")
+    assert code == 0 and engine.seen.starts == ["none", "good"]
+    assert [(each["drafter"], each["concurrency"]) for each in report["variants"]] == [
+        (name, count) for name in ("none", "good") for count in (1, 2, 4)
+    ]
+    for plain, good in zip(report["variants"][:3], report["variants"][3:], strict=True):
+        assert good["speedup"] == pytest.approx(good["tokens_per_second"] / plain["tokens_per_second"])
+        low, high = good["speedup_ci95"]
+        assert low <= good["speedup"] <= high
+        assert good["step_cost"] == pytest.approx(good["verify_step_ms"] / plain["decode_step_ms"])
+        assert "verify_step_ms" not in plain and "decode_step_ms" not in good and "step_cost" not in plain
+        assert f"good at concurrency {good['concurrency']}: acceptance length {good['acceptance_length']:.3f}" in err
+        # 40 tokens in 15 pieces against 40 pieces, each after the same wait
+        assert good["loses"] is False and "it pays" in err
+
+
+def test_a_drafter_that_loses_is_said_to(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"] = Script(steps=(1,), delay_s=0.02)
+    engine.scripts["none"].delay_s = 0.002
+    _, report, _, err = bench("--drafter", "good")
+    assert report["variants"][1]["loses"] is True
+    assert "tokens/s against" in err and "it loses" in err
+
+
+def test_thinking_on_and_off_are_two_loads(bench: Any, engine: type[FakeEngine]):
+    _, report, _, _ = bench("--drafter", "good", "--thinking", "on,off")
+    assert [(each["drafter"], each["thinking"]) for each in report["variants"]] == [
+        ("none", "on"), ("none", "off"), ("good", "on"), ("good", "off"),
+    ]  # fmt: skip
+    asked = [body["chat_template_kwargs"]["thinking"] for given, body in engine.seen.bodies if given == "good"]
+    assert asked == [True] * 4 + [False] * 4
+
+
+def test_several_answers_are_counted_together(bench: Any, engine: type[FakeEngine]):
+    code, report, _, _ = bench("--drafter", "good", "--answers", "2", "--concurrency", "2")
+    plain, good = report["variants"]
+    assert code == 0 and {body["n"] for _, body in engine.seen.bodies} == {2}
+    assert [(r["prompt_id"], r["answer"]) for r in good["requests"]] == [(p, n) for p in PROMPTS for n in (0, 1)]
+    assert {request["tokens"] for request in good["requests"]} == {40} and good["tokens"] == 320
+    assert [request["histogram"] for request in good["requests"]] == [[4, 0, 5, 5]] * 8
+    assert good["greedy_equal"]["equal"] == 8 and plain["answers_each"] == 2
+
+
+def test_acceptance_by_place(bench: Any, engine: type[FakeEngine]):
+    # Tokens 1 to 39 in steps of 4, 3 and 1 by turns: where each step stands is counted here by hand.
+    _, report, _, _ = bench("--drafter", "good")
+    good = report["variants"][1]
+    steps, place, expected = [3, 2, 0] * 4 + [3, 2], 1, {}
+    for accepted in steps:
+        for name, at in (("by_answer_position", place), ("by_context_length", 5 + place)):
+            bucket = next(edge for edge in (16, 32, 64) if at < edge)
+            expected.setdefault((name, bucket), []).append(accepted)
+        place += accepted + 1
+    assert good["placed_share"] == 1.0
+    for name in ("by_answer_position", "by_context_length"):
+        assert [(each["from"], each["to"]) for each in good[name]] == [(0, 16), (16, 32), (32, 64)]
+        for each in good[name]:
+            mine = expected[name, each["to"]]
+            assert each["steps"] == 4 * len(mine)
+            assert each["acceptance_length"] == pytest.approx(1 + sum(mine) / len(mine))
+    assert {request["accepted"] for request in good["requests"]} == {"320" * 4 + "32"}
+    assert "by_answer_position" not in report["variants"][0]
+
+
+def test_steps_that_came_together_are_not_placed(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].together = True
+    _, report, _, _ = bench("--drafter", "good")
+    good = report["variants"][1]
+    assert good["placed_share"] == 0.0 and "by_answer_position" not in good
+    assert good["acceptance_length"] == pytest.approx(1 + 25 / 14), "the engine's histogram counts all the same"
+
+
+def test_where_answers_differ_the_plain_engine_is_asked_how_near_it_was(bench: Any, engine: type[FakeEngine]):
+    engine.scripts["good"].changed = ("blue",)
+    _, report, _, _ = bench("--drafter", "good", "--repeats", "2")
+    found = report["variants"][1]["greedy_equal"]
+    assert engine.seen.starts[-1] == "none" and {given for given, _ in engine.seen.questions} == {"none"}
+    (question,) = [body for _, body in engine.seen.questions]  # the same in both repeats
+    fake = FakeEngine.__new__(FakeEngine)
+    fake.script = engine.scripts["good"]
+    mine = fake.answer_to("blue", 40).ids
+    fake.script = Script(algorithm="NONE")
+    theirs = fake.answer_to("blue", 40).ids
+    assert question["input_ids"] == list(b"blue") and question["token_ids_logprob"] == [theirs[0], mine[0]]
+    row = {"prompt_id": "blue", "position": 0, "gap": pytest.approx(0.4), "near_tie": False}
+    assert found == {
+        "equal": 6, "total": 8, "near_ties": 0, "differences": [{**row, "repeat": 0}, {**row, "repeat": 1}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("gap", "near"), [(0.0004, True), (-0.0004, True), (0.4, False), (None, None)])
+def test_what_a_near_tie_is(bench: Any, engine: type[FakeEngine], gap: float | None, near: bool | None):
+    engine.scripts["good"].changed = ("blue",)
+    engine.scripts["none"].gap = gap
+    _, report, _, _ = bench("--drafter", "good")
+    (row,) = report["variants"][1]["greedy_equal"]["differences"]
+    assert row.get("near_tie") is near and report["variants"][1]["greedy_equal"]["near_ties"] == (near is True)
+
+
+@pytest.mark.parametrize(("samples", "differs"), [((1, 2, 3), False), ((1, 1, 2, 3), True)])
+def test_the_sampling_check(bench: Any, engine: type[FakeEngine], samples: tuple[int, ...], differs: bool):
+    engine.scripts["good"].samples = samples
+    _, report, _, _ = bench("--drafter", "good", "--temperature", "1", "--check-sampling", "600")
+    found = report["variants"][1]["sampling"]
+    assert found["differs"] is differs and (found["p_value"] < found["error_rate"]) is differs
+    assert (found["prompts"], found["samples"]) == (4, 2400) and found["reference_samples"] == 3 * 2400
+    assert "sampling" not in report["variants"][0]
+
+
+def test_what_never_varies_is_not_called_checked(bench: Any, engine: type[FakeEngine]):
+    for script in engine.scripts.values():
+        script.samples = (1,)
+    code, report, _, _ = bench("--drafter", "good", "--temperature", "1", "--check-sampling", "100")
+    assert code == 0 and "sampling" not in report["variants"][1]
+
+
+@pytest.fixture
+def running(engine: type[FakeEngine]) -> Iterator[Any]:
+    """Starts engines that are nobody's of the bench."""
+    made: list[FakeEngine] = []
+
+    def start(name: str) -> FakeEngine:
+        found = FakeEngine(None, name)
+        found.start(lambda stage: None)
+        made.append(found)
+        return found
+
+    yield start
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(json.dumps({"api-key": FakeEngine.api_key, "admin-api-key": FakeEngine.admin_key}))
+    return path
+
+
+def test_engines_that_already_run(bench: Any, engine: type[FakeEngine], running: Any, key_file: Path):
+    urls = [f"{name}={running(name).url}" for name in ("good", "none")]
+    args = [word for url in urls for word in ("--url", url)]
+    code, report, _, _ = bench(*args, "--key-file", str(key_file))
+    assert code == 0 and engine.seen.starts == ["good", "none"] and engine.seen.stops == []
+    assert [variant["drafter"] for variant in report["variants"]] == ["none", "good"]
+    where, good = report["provenance"], report["variants"][1]
+    assert where["engine_env"] == "unknown" and "profile_sha256" not in where
+    assert where["target"] == {"served_name": "fake", "path": "/elsewhere"}
+    assert good["acceptance_length"] == pytest.approx(1 + 25 / 14) and good["flushed"] is True
+    assert good["greedy_equal"]["equal"] == 4 and good["steps"] == 3
+    text = json.dumps(report)
+    assert FakeEngine.api_key not in text and FakeEngine.admin_key not in text
+
+
+def test_a_running_engine_whose_caches_stay_is_said_so(
+    bench: Any, engine: type[FakeEngine], running: Any, tmp_path: Path
+):
+    (tmp_path / "keys").write_text(json.dumps({"api-key": FakeEngine.api_key}))
+    code, report, _, err = bench("--url", running("good").url, "--key-file", str(tmp_path / "keys"))
+    assert code == 0 and report["variants"][0]["flushed"] is False and "its caches were not emptied" in err
+
+
+def test_a_running_engine_beside_one_of_ours(bench: Any, engine: type[FakeEngine], running: Any, key_file: Path):
+    url = running("good").url
+    code, report, _, _ = bench("--drafter", "none", "--url", f"theirs={url}", "--key-file", str(key_file))
+    assert code == 0 and engine.seen.stops == ["none"]
+    assert [variant["drafter"] for variant in report["variants"]] == ["none", "theirs"]
+    assert report["provenance"]["engine_env"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"), [(False, "wants its key (401): name its key file"), (True, "does not answer")]
+)
+def test_a_running_engine_that_cannot_be_asked(
+    bench: Any, engine: type[FakeEngine], running: Any, key_file: Path, keys: bool, reason: str
+):
+    url = running("good").url if not keys else "http://127.0.0.1:9"
+    code, report, _, _ = bench("--url", url, *(["--key-file", str(key_file)] if keys else []))
+    assert code == 1 and reason in report["variants"][0]["error"]
+
+
+def test_ngram_with_parameters_is_a_variant(bench: Any, engine: type[FakeEngine], tmp_path: Path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("eagles")
+    given = [f"ngram:draft_tokens={count},external_corpus_path={corpus}" for count in (4, 8)]
+    tables = []
+
+    class Engine(FakeEngine):
+        def __init__(self, profile: Any, drafter: str = "none", **options: Any) -> None:
+            super().__init__(profile, drafter, **options)
+            if drafter != "none":
+                tables.append(profile.drafters[drafter].ngram)
+                self.drafter = resolve_drafter(profile, drafter)
+
+    for name in given:
+        engine.scripts[name] = Script(steps=(1, 0), algorithm="NGRAM")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "Engine", Engine)
+        code, report, _, _ = bench(*(word for name in given for word in ("--drafter", name)))
+    assert code == 0 and [variant["drafter"] for variant in report["variants"]] == ["none", *given]
+    assert [table.draft_tokens for table in tables] == [4, 8]
+    found = report["variants"][1]["ngram"]
+    assert found["external_corpus_path"] == str(corpus) and found["draft_tokens"] == 4
+    assert found["external_corpus_sha256"] == hashlib.sha256(b"eagles").hexdigest()
+    assert [len(variant["full_acc"]) for variant in report["variants"][1:]] == [3, 7]
+
+
+def many(tmp_path: Path, count: int) -> list[str]:
+    path = tmp_path / "many.jsonl"
+    lines = ({"prompt": f"p{n}", "id": f"p{n}", "category": "ab"[n % 2]} for n in range(count))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["--prompts", str(path)]
+
+
+def test_looks_stop_when_the_difference_is_clear(bench: Any, engine: type[FakeEngine], tmp_path: Path):
+    engine.scripts["poor"] = Script(steps=(1, 0))
+    args = ["--drafter", "good", "--drafter", "poor", "--looks", "3"]
+    _, report, _, err = bench(*args, *many(tmp_path, 24))
+    assert report["sequential"] == {"looks": 3, "done": 1, "level": pytest.approx(0.05 / 3), "stopped": True}
+    assert [len(variant["requests"]) for variant in report["variants"]] == [8, 8, 8]
+    assert [request["category"] for request in report["variants"][0]["requests"]].count("a") == 4
+    assert "every difference is clear after 1 of 3 parts" in err
+
+
+def test_looks_go_on_while_it_is_not(bench: Any, engine: type[FakeEngine], tmp_path: Path):
+    engine.scripts["same"] = Script(steps=(3, 2, 0))
+    args = ["--drafter", "good", "--drafter", "same", "--looks", "3"]
+    _, report, _, _ = bench(*args, *many(tmp_path, 24))
+    assert report["sequential"]["done"] == 3 and report["sequential"]["stopped"] is False
+    for variant in report["variants"]:
+        assert sorted(request["prompt_id"] for request in variant["requests"]) == sorted(f"p{n}" for n in range(24))
+    assert engine.seen.starts == ["none", "good", "same"] * 3
 
 
 def usage(capsys: Any, *args: str) -> str:
@@ -344,8 +662,23 @@ def usage(capsys: Any, *args: str) -> str:
         (["--drafter", "good", "--repeats", "x"], "'x' is not a whole number"),
         (["--drafter", "good", "--temperature", "-1"], "is not between 0 and 2"),
         (["--drafter", "good", "--temperature", "nan"], "is not between 0 and 2"),
-        (["--drafter", "good", "--url", "http://x"], "unrecognized arguments: --url"),
-        ([], "--drafter"),
+        (["--drafter", "good", "--url", "x"], "--url 'x' is no address"),
+        (["--drafter", "good", "--url", "a=ftp://x"], "--url 'a=ftp://x' is no address"),
+        (["--drafter", "good", "--url", "http://x", "--key-file", "/nowhere"], "key file /nowhere cannot be read"),
+        (["--url", "a=http://x", "--baseline", "b"], "baseline 'b' is none of the URLs (a)"),
+        (["--drafter", "good", "--url", "good=http://x"], "'good' names two variants: give each URL a name"),
+        (["--url", "a=http://x", "--url", "a=http://y"], "'a' names two variants: give each URL a name"),
+        (["--drafter", "good", "--concurrency", "1,1"], "names one number twice"),
+        (["--drafter", "good", "--concurrency", "3,4", "--limit", "3"], "concurrency is 4, but a block has 3 prompts"),
+        (["--drafter", "good", "--answers", "2"], "concurrency is 4 with 2 answers each, but the profile runs 4"),
+        (["--drafter", "good", "--thinking", "on,on"], "is not on, off, default"),
+        (["--drafter", "good", "--looks", "2", "--concurrency", "2"], "looks compare drafters with each other"),
+        (["--drafter", "good", "--check-sampling"], "greedy answers are not sampled"),
+        (["--drafter", "ngram:depth=3"], "drafter 'ngram:depth=3': depth: extra inputs"),
+        (["--drafter", "ngram:draft_tokens=0"], "draft_tokens: input should be greater than or equal to 1"),
+        (["--drafter", "ngram:draft_tokens"], "'draft_tokens' is no key=value"),
+        (["--drafter", "ngram:external_corpus_path=/nowhere"], "the corpus /nowhere is not a file"),
+        ([], "nothing to measure: name a --drafter, or a --url"),
     ],
 )
 def test_usage_errors_start_nothing(
@@ -373,29 +706,17 @@ def test_one_drafter_under_two_spellings_runs_once_as_baseline(bench: Any, engin
 HELD = """
 import sys
 from pathlib import Path
-import bench.runner
+import bench.variants
 from bench.accept_len import main
 from tests.bench.fake_engine import FakeEngine, Script
 FakeEngine.scripts = {"none": Script(algorithm="NONE"), "slow": Script(steps=(1,), delay_s=0.1, fault=sys.argv.pop(1))}
-bench.runner.Engine = FakeEngine
+bench.variants.Engine = FakeEngine
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("fault", "at"), [("", "slow: measuring"), ("start hangs", "slow: starting the process")])
-def test_ctrl_c_stops_the_engine_and_leaves_nothing(
-    profile_file: Path, prompt_file: Path, tmp_path: Path, fault: str, at: str
-):
-    out, stops = tmp_path / "deep" / "out", tmp_path / "stops"
-    args = ["--profile", str(profile_file), "--prompts", str(prompt_file), "--drafter", "slow", "--out", str(out)]
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", HELD, fault, *args, "--max-tokens", "40"],
-        cwd=ROOT,
-        env={**os.environ, "FAKE_ENGINE_STOPS": str(stops)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def interrupt(process: subprocess.Popen[str], at: str, signal_: int) -> tuple[str, str]:
+    """Wait until the command says `at`, send the signal, and give what it printed and said after that."""
     assert process.stderr
     said = ""
     while at not in said:
@@ -403,14 +724,72 @@ def test_ctrl_c_stops_the_engine_and_leaves_nothing(
         assert line, f"it ended too early: {said}"
         said += line
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    printed, said = process.communicate(timeout=30)
+    process.send_signal(signal_)
+    return process.communicate(timeout=30)
+
+
+@pytest.fixture
+def held(profile_file: Path, prompt_file: Path, tmp_path: Path) -> Any:
+    """Starts the command in a process of its own, with a slow drafter."""
+
+    def start(fault: str, *args: str) -> subprocess.Popen[str]:
+        shared = ["--profile", str(profile_file), "--prompts", str(prompt_file), "--max-tokens", "40"]
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", HELD, fault, *shared, *args],
+            cwd=ROOT,
+            env={**os.environ, "FAKE_ENGINE_STOPS": str(tmp_path / "stops")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def test_ctrl_c_before_anything_was_measured_leaves_nothing(held: Any, tmp_path: Path):
+    out, stops = tmp_path / "deep" / "out", tmp_path / "stops"
+    process = held("", "--drafter", "none", "--baseline", "slow", "--out", str(out))
+    printed, said = interrupt(process, "slow: measuring", signal.SIGINT)
     assert process.returncode == 130
-    assert printed == ""
+    assert printed == "" and "Traceback" not in said
     assert said.endswith("accept_len: interrupted; the engine was stopped and no report was written.\n")
-    assert "Traceback" not in said
-    assert stops.read_text().split() == ["none", "slow"]
+    assert stops.read_text().split() == ["slow"]
     assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(("fault", "at"), [("", "slow: measuring"), ("start hangs", "slow: starting the process")])
+def test_ctrl_c_stops_the_engine_and_keeps_what_was_measured(held: Any, tmp_path: Path, fault: str, at: str):
+    out, stops = tmp_path / "deep" / "out", tmp_path / "stops"
+    process = held(fault, "--drafter", "slow", "--out", str(out))
+    printed, said = interrupt(process, at, signal.SIGINT)
+    assert process.returncode == 130
+    assert printed == "" and "Traceback" not in said
+    assert said.endswith(f"1 blocks are kept: the same command with --out {out} goes on.\n")
+    assert stops.read_text().split() == ["none", "slow"]
+    assert [path.name for path in out.iterdir()] == ["blocks.jsonl"]
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_goes_on_where_it_stopped(
+    held: Any, bench: Any, engine: type[FakeEngine], tmp_path: Path, signal_: int
+):
+    out = tmp_path / "out"
+    process = held("", "--drafter", "slow", "--repeats", "2", "--out", str(out))
+    interrupt(process, "slow: repeat 2 of 2", signal_)
+    journal = (out / "blocks.jsonl").read_text()
+    assert journal.count('"answers":[') == 3
+    (out / "blocks.jsonl").write_text(journal + '{"variant":"slow","unit":{"re')  # as a kill amid a write leaves it
+    engine.scripts["slow"] = Script(steps=(1,))
+    code, report, _, err = bench("--drafter", "slow", "--repeats", "2")
+    assert code == 0 and "going on with the run" in err and "3 blocks done" in err
+    assert engine.seen.starts == ["slow"], "only the missing block is measured"
+    assert [body["seed"] for _, body in engine.seen.bodies] == [4, 5, 6, 7]
+    for variant in report["variants"]:
+        assert [request["repeat"] for request in variant["requests"]] == [0] * 4 + [1] * 4
+    assert report["provenance"]["resumed"] == 1
+    assert report["provenance"]["order"] == ["none", "slow", "none", "slow", "slow"]
+    assert report["variants"][1]["greedy_equal"]["equal"] == 8
+    assert not (out / "blocks.jsonl").exists()
 
 
 def test_it_runs_as_a_script_from_any_folder(tmp_path: Path):
@@ -419,10 +798,8 @@ def test_it_runs_as_a_script_from_any_folder(tmp_path: Path):
         folder = ROOT if "-m" in command else tmp_path
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
         assert "what the numbers mean" in done.stdout
-        for flag in ("--drafter", "--profile", "--prompts", "--limit", "--repeats", "--baseline", "--json"):
+        for flag in ("--drafter", "--url", "--prompts", "--repeats", "--interleave", "--looks", "--check-sampling"):
             assert flag in done.stdout
-        for later in ("--url", "--interleave"):
-            assert later not in done.stdout
 
 
 def test_it_runs_as_a_script_without_being_installed(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,16 @@ def judge(tmp_path: Path, found: dict[str, Any], policy: str, *args: str) -> int
 @pytest.mark.parametrize(
     ("new", "policy", "code", "reason"),
     [
-        (variant("new", 0.6, 15.0), "", 0, "tokens/s x1.50 against none"),
+        (variant("new", 0.6, 15.0), "", 0, "tokens/s x1.50 (1.50 to 1.50) against none"),
         (variant("new", 0.6, 15.0), 'incumbent = "old"', 0, "against the incumbent"),
         (variant("new", 0.6, 15.0), 'incumbent = "old"\nmust_not_lose = "all"', 0, "writing: +"),
-        (variant("new", 0.6, 9.0), "", 4, "tokens/s x0.90 against none, at least x1.00"),
-        (variant("new", 0.6, 12.0), 'incumbent = "old"\nmin_speedup_vs_incumbent = 1.0', 4, "x0.92 against old"),
+        (variant("new", 0.6, 9.0), "", 4, "tokens/s x0.90 (0.90 to 0.90) against none, at least x1.00"),
+        (
+            variant("new", 0.6, 12.0),
+            'incumbent = "old"\nmin_speedup_vs_incumbent = 1.0',
+            4,
+            "x0.92 (0.92 to 0.92) against old",
+        ),
         (variant("new", 0.4, 15.0), 'incumbent = "old"', 4, "against the incumbent, -0.000 is allowed"),
         (variant("new", 0.5, 15.0), 'incumbent = "old"', 3, "against the incumbent"),
         (variant("new", 0.495, 15.0), 'incumbent = "old"\nmargin = 0.2', 0, "-0.200 is allowed"),
@@ -108,7 +114,7 @@ def test_more_acceptance_at_less_speed_is_rejected(tmp_path: Path, capsys: pytes
     assert judge(tmp_path, found, 'incumbent = "old"\nmin_speedup_vs_incumbent = 1.0', "--json") == 4
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["decision"] == "reject"
-    assert verdict["reasons"] == ["tokens/s x0.92 against old, at least x1.00 is asked for"]
+    assert verdict["reasons"] == ["tokens/s x0.92 (0.92 to 0.92) against old, at least x1.00 is asked for"]
     assert {"promote", "reject"} == {check["decision"] for check in verdict["checks"]}
 
 
@@ -132,7 +138,14 @@ def test_in_bfloat16_they_need_not(tmp_path: Path) -> None:
         (report(NONE, variant("new", 0.6, 15.0), simulated=True), "was simulated"),
         (report(NONE, variant("new", 0.6, 15.0, engine_version="0.5.24")), 'engine_version "0.5.23" and "0.5.24"'),
         (report(NONE, variant("new", 0.6, 15.0, dtype="float32")), "with dtype"),
-        (report(NONE, variant("new", 0.6, 15.0, concurrency=8)), "with concurrency 4 and 8"),
+        (report(NONE, variant("new", 0.6, 15.0, concurrency=8)), "with concurrency 4 (thinking default) and 8"),
+        (report(NONE, variant("new", 0.6, 15.0, thinking="on")), "with concurrency 4 (thinking default) and 4 (th"),
+        (report(NONE, variant("new", 0.6, 15.0, flags=["x", "--tp", "2"])), "with other flags (--tp 2)"),
+        (
+            report({**NONE, "flags": ["x", "--page-size", "1"]}, variant("new", 0.6, 15.0, flags=["--page-size", "2"])),
+            "with other flags (--page-size 1, --page-size 2)",
+        ),
+        (report({**NONE, "answers_each": 1}, variant("new", 0.6, 15.0, answers_each=2)), "with answers_each 1 and 2"),
     ],
 )
 def test_what_is_no_evidence(
@@ -143,11 +156,122 @@ def test_what_is_no_evidence(
     assert shown.out == "" and shown.err.startswith("gate: ") and reason in shown.err
 
 
-def test_an_engine_of_others_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(NONE, variant("new", 0.6, 15.0))
+def test_flags_of_the_drafter_and_the_process_may_differ(tmp_path: Path) -> None:
+    shared = ["python", "--port", "1", "--tp", "2", "--config", "a"]
+    new = variant(
+        "new", 0.6, 15.0, flags=["python", "--port", "2", "--config", "b", "--tp", "2", "--speculative-x", "3"]
+    )
+    assert judge(tmp_path, report({**NONE, "flags": shared}, new), "") == 0
+
+
+@pytest.mark.parametrize(("speed", "code"), [(15.0, 3), (9.0, 4)])
+def test_engines_of_others_hold_whatever_they_show(
+    tmp_path: Path, speed: float, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report(NONE, variant("new", 0.6, speed))
     found["provenance"]["engine_env"] = "unknown"
+    assert judge(tmp_path, found, "") == code
+    assert "faked acceptance cannot be excluded" in capsys.readouterr().out
+
+
+def at(count: int, found: dict[str, Any], speed: float) -> dict[str, Any]:
+    return {**found, "concurrency": count, "tokens_per_second": speed}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "policy", "code", "reason"),
+    [
+        ((15.0, 15.0), "", 0, "x1.50 (1.50 to 1.50) against none, at least x1.00 is asked for, at concurrency 8"),
+        ((15.0, 9.0), "", 4, "x0.90 (0.90 to 0.90) against none, at least x1.00 is asked for, at concurrency 8"),
+        ((15.0, 9.0), "must_win_at = [1]", 0, "at concurrency 1"),
+        ((9.0, 15.0), "must_win_at = [1]", 4, "at concurrency 1"),
+        ((15.0, 15.0), "must_win_at = [1, 4]", 2, "asks for concurrency [4], the report has [1, 8]: measure there too"),
+        ((15.0, 15.0), "must_win_at = []", 2, "must_win_at"),
+    ],
+)
+def test_loads_that_must_win(
+    tmp_path: Path,
+    speeds: tuple[float, float],
+    policy: str,
+    code: int,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    new = variant("new", 0.6, 0.0)
+    pairs = zip((1, 8), speeds, strict=True)
+    found = report(at(1, NONE, 10.0), at(8, NONE, 10.0), *(at(count, new, speed) for count, speed in pairs))
+    assert judge(tmp_path, found, policy) == code
+    shown = capsys.readouterr()
+    assert reason in shown.out + shown.err
+    if "[1]" in policy:
+        assert "concurrency 8" not in shown.out
+
+
+def test_a_speed_that_other_prompts_could_undo_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = variant("new", 0.6, 10.2)
+    for place, request in enumerate(new["requests"]):
+        request["seconds"] = 0.4 if place % 2 else 1.6
+    assert judge(tmp_path, report(NONE, new), "") == 3
+    assert "hold     tokens/s x1.02 (0." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("differs", "code"), [(False, 0), (True, 4)])
+def test_a_drafter_that_changes_what_is_sampled_is_rejected(tmp_path: Path, differs: bool, code: int) -> None:
+    checked = {
+        "differs": differs, "p_value": 0.0001 if differs else 0.4, "error_rate": 0.001, "samples": 10,
+        "reference_samples": 10, "prompts": 1,
+    }  # fmt: skip
+    new = variant("new", 0.6, 15.0, sampling=checked, temperature=1.0)
+    assert judge(tmp_path, report({**NONE, "temperature": 1.0}, new), "") == code
+
+
+@pytest.mark.parametrize(("near", "code"), [([True, True], 0), ([True, False], 3), ([None, True], 0)])
+def test_in_bfloat16_a_change_without_a_near_tie_holds(tmp_path: Path, near: list[bool | None], code: int) -> None:
+    rows = [
+        {"prompt_id": "coding/1", "repeat": 0, "position": 7} | ({} if each is None else {"gap": 0.7, "near_tie": each})
+        for each in near
+    ]
+    equal = {"equal": 58, "total": 60, "near_ties": near.count(True), "differences": rows}
+    assert judge(tmp_path, report(NONE, variant("new", 0.6, 15.0, greedy_equal=equal)), "") == code
+
+
+@pytest.mark.parametrize(
+    ("shift", "margin", "code", "reason"),
+    [
+        (0.0, 0.0, 0, "mean score +0.000"),
+        (-0.2, 0.0, 4, "mean score -0.200"),
+        (-0.2, 0.3, 0, "against no speculation, -0.300 is allowed"),
+        (None, 0.0, 2, "are not of the same prompts of this report"),
+        ("bad", 0.0, 2, "are not {variant: {prompt id: score}}"),
+    ],
+)
+def test_a_quality_check_that_must_not_drop(
+    tmp_path: Path, shift: Any, margin: float, code: int, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(3)
+    plain = {prompt: float(random.random()) for prompt in PROMPTS}
+    mine = {prompt: score + shift for prompt, score in plain.items()} if isinstance(shift, float) else dict(plain)
+    if shift is None:
+        del mine[PROMPTS[0]]
+    (tmp_path / "scores.json").write_text(json.dumps([] if shift == "bad" else {"none": plain, "new": mine}))
+    policy = f"scores = 'scores.json'\nscores_margin = {margin}"
+    assert judge(tmp_path, report(NONE, variant("new", 0.6, 15.0)), policy) == code
+    shown = capsys.readouterr()
+    assert reason in shown.out + shown.err and "Traceback" not in shown.err
+
+
+def test_a_corpus_that_has_changed_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("eagles")
+    ngram = {
+        "external_corpus_path": str(corpus),
+        "external_corpus_sha256": hashlib.sha256(b"eagles").hexdigest(),
+    }
+    found = report(NONE, variant("new", 0.6, 15.0, ngram=ngram))
+    assert judge(tmp_path, found, "") == 0
+    corpus.write_text("owls")
     assert judge(tmp_path, found, "") == 1
-    assert "faked acceptance cannot be excluded" in capsys.readouterr().err
+    assert "has changed since it was measured" in capsys.readouterr().err
 
 
 def test_a_drafter_that_has_changed_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

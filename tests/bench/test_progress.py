@@ -61,6 +61,21 @@ def test_the_words(clock: list[float]):
     ]
 
 
+def test_what_was_there_before_and_several_starts(clock: list[float]):
+    progress = Progress(variants=2, answers_each=10, starts_each=2, stream=io.StringIO())
+    progress.skipped("none", 4)
+    run(progress, clock, "none", 3, 1.0)
+    run(progress, clock, "a", 5, 1.0)
+    # 8 answers of 1 s and two starts of 20 s are left
+    assert progress.left() == "about 48 s left"
+    progress.finished("a", "it died")
+    # three answers of none, and its second start
+    assert progress.left() == "about 23 s left"
+    run(progress, clock, "none", 3, 1.0)
+    progress.finished("none", None)
+    assert progress.left() == "about 0 s left"
+
+
 def test_long_waits_are_in_minutes(clock: list[float]):
     progress = Progress(variants=1, answers_each=100, stream=io.StringIO())
     run(progress, clock, "none", 10, 10.0)

@@ -17,6 +17,7 @@ def variant(name: str, **changed: Any) -> dict[str, Any]:
         "temperature": 0.0,
         "max_tokens": 64,
         "concurrency": 2,
+        "thinking": "default",
         "loop_share": 0.25,
         "tokens_per_second": 20.0,
         "ttft_ms_p50": 123.456,
@@ -70,8 +71,8 @@ def test_the_rows(report: dict[str, Any]):
     assert speed.title == "Speed at concurrency 2"
     assert speed.columns[2] == "ratio to none"
     assert speed.rows == (
-        ("none", "20.0", "1.00", "123.5", "7.89", "50.0"),
-        ("a|b [red]", "35.0", "1.75", "123.5", "7.89", "50.0"),
+        ("none", "20.0", "1.00", "123.5", "7.89", "50.0", "-", "-", "-"),
+        ("a|b [red]", "35.0", "1.75", "123.5", "7.89", "50.0", "-", "-", "-"),
     )
     assert categories.columns == ("drafter", "math", "prose")
     assert categories.rows == (("a|b [red]", "3.00", "-"),)
@@ -84,6 +85,58 @@ def test_intervals_and_differences(report: dict[str, Any]):
     acceptance, _, differences, _ = grids(report)
     assert acceptance.rows[1][2] == "2.346 (2.250 to 2.444)"
     assert differences.rows == (("y against x", "-0.123", "-0.200 to +0.050", "0.031", "x0.99"),)
+
+
+def test_several_loads_are_told_apart(report: dict[str, Any]):
+    """Each is held against the baseline at its own load, thinking included."""
+    report["variants"] = [
+        variant("none", concurrency=1, thinking="off", decode_step_ms=20.0),
+        variant("none", concurrency=8, thinking="off", tokens_per_second=100.0),
+        variant("none", concurrency=8, thinking="on", tokens_per_second=50.0),
+        variant(
+            "new", concurrency=1, thinking="off", tokens_per_second=40.0, acceptance_length=2.0, verify_step_ms=30.0
+        ),
+        variant("new", concurrency=8, thinking="off", tokens_per_second=90.0, acceptance_length=2.0),
+        variant("new", concurrency=8, thinking="on", tokens_per_second=75.0, acceptance_length=2.0),
+        variant("new", concurrency=64, thinking="on", tokens_per_second=75.0, acceptance_length=2.0),
+    ]
+    _, speed, categories = grids(report)
+    assert speed.title == "Speed"
+    names = [row[0] for row in speed.rows[3:]]
+    assert names == [
+        f"new, at {load}" for load in ("1, thinking off", "8, thinking off", "8, thinking on", "64, thinking on")
+    ]
+    assert [row[2] for row in speed.rows[3:]] == ["2.00", "0.90", "1.50", "-"]
+    assert (speed.rows[0][6], speed.rows[3][6]) == ("20.00", "30.00")
+    assert [row[0] for row in categories.rows] == names
+
+
+def test_what_the_bench_has_decided_itself_is_shown(report: dict[str, Any]):
+    new = report["variants"][1]
+    new |= {"speedup": 1.7, "speedup_ci95": [1.5, 1.9], "step_cost": 1.38, "foreign_vocabulary": True, "loses": False}
+    new["greedy_equal"] = {"equal": 1, "total": 2, "near_ties": 1}
+    new["sampling"] = {"differs": True, "p_value": 0.00012}
+    new["by_answer_position"] = [
+        {"from": 0, "to": 32, "acceptance_length": 2.5},
+        {"from": 32, "to": 64, "acceptance_length": 2.0},
+    ]
+    acceptance, speed, *_, places = grids(report)
+    assert acceptance.columns[-1] == "sampling"
+    assert acceptance.rows[1][0].endswith("(foreign vocabulary)")
+    assert acceptance.rows[1][-2:] == ("1 of 2 (1 near tie)", "differs (p 0.000)")
+    assert (speed.rows[1][2], *speed.rows[1][-2:]) == ("1.70 (1.50 to 1.90)", "1.38", "yes")
+    assert places.columns == ("drafter", "0-31", "32-63") and places.rows[0][1:] == ("2.50", "2.00")
+    for change, said in (({"loses": True}, "no"), ({}, "unclear")):
+        del new["loses"]
+        new |= change
+        assert grids(report)[1].rows[1][-1] == said
+        new["loses"] = False
+
+
+def test_a_verdict_comes_first(report: dict[str, Any]):
+    report["verdict"] = {"decision": "reject", "reasons": ["slower", "a|b"]}
+    lines = markdown(report).split("\n\n")
+    assert lines[2] == "**Verdict: reject.** slower; a\\|b"
 
 
 def test_there_is_no_ratio_without_the_baseline(report: dict[str, Any]):

@@ -1,14 +1,20 @@
 """The figures of a variant against brute force over its requests, and the shape of the report they make."""
 
 import math
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.load import Answer, Block, Sampling, request_body
-from bench.runner import figures, greedy_equal
+from bench.figures import figures
+from bench.load import Block, Sampling, request_body
+from bench.lossless import Pair, greedy_equal
+from bench.schedule import Unit, in_order, parts_of, rounds
+from bench.stream import Answer, placed_steps
+from drafter.data.prompts import Prompt
 
 SECONDS = st.floats(0.001, 100.0)
 
@@ -103,9 +109,6 @@ def test_figures_by_brute_force(blocks: list[Block]):
     assert set(table["categories"]) == {answer.category for answer in chosen}
     for category, part in table["categories"].items():
         check_acceptance(part, [answer for answer in chosen if answer.category == category], 3)
-    assert [block["repeat"] for block in table["blocks"]] == list(range(len(blocks)))
-    assert [block["seconds"] for block in table["blocks"]] == [block.seconds for block in blocks]
-    assert sum(block["tokens"] for block in table["blocks"]) == table["tokens"]
 
 
 def answer_of(ids: tuple[int, ...], prompt: str = "p") -> Answer:
@@ -115,8 +118,75 @@ def answer_of(ids: tuple[int, ...], prompt: str = "p") -> Answer:
 def test_equality_is_of_whole_answers():
     baseline = [answer_of((1, 2, 3)), answer_of((1, 2, 3)), answer_of((1, 2, 3)), answer_of(())]
     mine = [answer_of((1, 2, 3)), answer_of((1, 2)), answer_of((1, 2, 4)), answer_of(())]
-    assert greedy_equal(mine, baseline) == {"equal": 2, "total": 4}
-    assert greedy_equal(baseline, baseline) == {"equal": 4, "total": 4}
+    pairs = [Pair(0, a, b) for a, b in zip(mine, baseline, strict=True)]
+    assert greedy_equal(pairs, "default", None, "float32") == {"equal": 2, "total": 4}
+    assert greedy_equal([Pair(0, a, a) for a in mine], "default", None, "float32") == {"equal": 4, "total": 4}
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.data())
+def test_steps_are_placed_where_each_came_by_itself(steps: list[int], data: st.DataObject):
+    """Pieces of a stream in which steps came one by one or together, the last step cut by max_tokens."""
+    cut = data.draw(st.integers(0, steps[-1]))
+    totals = list(accumulate((accepted + 1 for accepted in steps), initial=1))
+    totals[-1] -= cut
+    seen = data.draw(st.lists(st.booleans(), min_size=len(totals), max_size=len(totals)))
+    shown = [total for total, there in zip(totals, seen, strict=True) if there]
+    histogram = [steps.count(accepted) for accepted in range(max(steps) + 1)]
+    found = placed_steps(shown, totals[-1], histogram)
+    # The prefill's own token and the end are known without a piece.
+    assert found == (tuple(steps) if all(seen[1:-1]) else None)
+
+
+def test_steps_that_contradict_the_histogram_are_not_placed():
+    assert placed_steps([1, 3, 5], 5, [0, 2]) == (1, 1)
+    assert placed_steps([1, 3, 5], 5, [1, 0, 1]) is None
+    assert placed_steps([1, 3, 5], 5, [1, 0, 0, 1]) is None
+    assert placed_steps([1, 2], 2, []) is None
+
+
+@given(BLOCKS)
+def test_places_add_up_to_the_whole(blocks: list[Block]):
+    steps = [sum(answer.histogram) for block in blocks for answer in block.answers]
+    placed = [replace(answer, accepted=tuple(steps_of([answer]))) for block in blocks for answer in block.answers]
+    table = figures([Block(tuple(placed), 1.0)], positions=3)
+    if not sum(steps):
+        assert "placed_share" not in table
+        return
+    assert table["placed_share"] == 1.0
+    for name in ("by_answer_position", "by_context_length"):
+        buckets = table[name]
+        assert sum(bucket["steps"] for bucket in buckets) == sum(steps)
+        weighted = sum(bucket["steps"] * bucket["acceptance_length"] for bucket in buckets)
+        assert weighted / sum(steps) == pytest.approx(table["acceptance_length"])
+        assert all(low["to"] <= high["from"] for low, high in pairwise(buckets))
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40), st.integers(1, 5))
+def test_every_part_has_its_share_of_every_category(categories: list[str], parts: int):
+    prompts = [Prompt(str(place), category, ()) for place, category in enumerate(categories)]
+    found = parts_of(prompts, parts)
+    assert sorted(place for part in found for place in part) == list(range(len(prompts)))
+    for category in set(categories):
+        shares = [sum(categories[place] == category for place in part) for part in found]
+        assert max(shares) - min(shares) <= 1
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("interleave", "seconds", "expected"),
+    [
+        ("on", 900.0, [[0], [1], [2], [3]]),
+        ("off", 1.0, [[0, 1, 2, 3]]),
+        ("auto", 120.0, [[0], [1], [2], [3]]),
+        ("auto", 121.0, [[0, 1], [2, 3]]),
+    ],
+)
+def test_what_is_measured_between_two_starts(interleave: Any, seconds: float, expected: list[list[int]]):
+    units = [Unit(repeat, 0) for repeat in range(4)]
+    assert [[unit.repeat for unit in some] for some in rounds(units, interleave, seconds)] == expected
+    backwards = interleave == "auto" and seconds > 120
+    assert in_order(3, 1, interleave, seconds) == ([2, 1, 0] if backwards else [0, 1, 2])
+    assert in_order(3, 0, interleave, seconds) == [0, 1, 2]
 
 
 def test_a_body_does_not_share_the_prompt():

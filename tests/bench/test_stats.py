@@ -13,8 +13,12 @@ from bench.stats import (
     acceptance_length,
     difference,
     holm,
+    looks_confidence,
+    mean_difference,
     prompts_needed,
     resample,
+    speed_ratio,
+    strata_of,
 )
 
 CATEGORIES = [name for name in ("writing", "math", "coding", "stem") for _ in range(20)]
@@ -43,16 +47,40 @@ def test_the_ratio_of_sums_is_the_value() -> None:
 
 
 def test_each_category_keeps_its_number_of_prompts() -> None:
-    categories = ["a"] * 3 + ["b"] + ["c"] * 5
+    categories = ["a"] * 6 + ["b"] * 5 + ["c"] * 7
     drawn = resample(categories, 500, 7)
-    assert drawn.shape == (500, 9)
+    assert drawn.shape == (500, 18)
     for name in "abc":
         members = [at for at, each in enumerate(categories) if each == name]
         assert (drawn[:, members].sum(axis=1) == len(members)).all()
-    assert (drawn[:, 3] == 1).all()
     assert drawn[:, 0].std() > 0.5
     assert np.array_equal(drawn, resample(categories, 500, 7))
     assert not np.array_equal(drawn, resample(categories, 500, 8))
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=60))
+def test_no_prompt_is_drawn_alone(categories: list[str]) -> None:
+    strata = strata_of(categories)
+    assert sorted(place for some in strata for place in some) == list(range(len(categories)))
+    sizes = {name: categories.count(name) for name in categories}
+    for some in strata:
+        names = {categories[place] for place in some}
+        assert len(some) >= 5 or len(strata) == 1 or len(some) == min(map(len, strata))
+        assert len(names) == 1 or min(sizes[name] for name in names) < 5
+    assert sum(len(some) < 5 for some in strata) <= 1
+    assert (resample(categories, 200, 1).std(axis=0) > 0).all(), "a prompt that is always drawn once hides its variance"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+def test_small_categories_do_not_make_everything_certain(size: int) -> None:
+    """Equal drafters on 16 prompts in categories of any size are rarely called different."""
+    random = np.random.default_rng(6)
+    names = [str(place // size) for place in range(16)]
+    called = 0
+    for trial in range(300):
+        rates = hardness(random, 16)
+        called += difference(answers(random, rates), answers(random, rates), names, seed=trial, resamplings=400).called
+    assert called <= 0.13 * 300, f"{called} of 300"
 
 
 def test_the_figures_are_those_of_a_loop() -> None:
@@ -124,6 +152,52 @@ def test_the_prompts_that_it_asks_for_are_enough() -> None:
     assert 80 < needed < 3_000
     called = sum(difference(*pair(needed), seed=trial, resamplings=400).low > 0 for trial in range(100))
     assert called >= 70  # 80 are expected, from one pilot's error
+
+
+def test_speed_is_a_ratio_of_two_ratios_of_sums() -> None:
+    random = np.random.default_rng(8)
+    a, b = (Counts(random.uniform(50, 200, 20), random.uniform(1, 4, 20)) for _ in range(2))
+    names = ["x"] * 20
+    found = speed_ratio(a, b, names, seed=3, resamplings=300)
+    ratios = []
+    for row in resample(names, 300, 3):
+        rates = [sum(row * each.accepted) / sum(row * each.steps) for each in (a, b)]
+        ratios.append(rates[1] / rates[0])
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(ratios, [0.025, 0.975])))
+    assert found.value == pytest.approx((b.accepted.sum() / b.steps.sum()) / (a.accepted.sum() / a.steps.sum()))
+
+
+def test_scores_are_compared_prompt_by_prompt() -> None:
+    random = np.random.default_rng(9)
+    a = random.normal(-3, 2, 40)
+    b = a + random.normal(0.3, 0.1, 40)
+    found = mean_difference(a, b, ["x"] * 40, seed=2, resamplings=500)
+    by_hand = [sum(row * (b - a)) / 40 for row in resample(["x"] * 40, 500, 2)]
+    assert found.value == pytest.approx(float((b - a).mean()))
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(by_hand, [0.025, 0.975])))
+    assert found.called and found.p < 0.01
+
+
+def test_several_looks_together_are_wrong_as_rarely_as_one() -> None:
+    """Equal drafters, looked at after each of four parts: in 5 % of runs at most is any look called."""
+    random = np.random.default_rng(10)
+    confidence, called = looks_confidence(4), 0
+    assert confidence == pytest.approx(0.9875)
+    for trial in range(200):
+        rates = hardness(random)
+        a, b = answers(random, rates), answers(random, rates)
+        called += any(
+            difference(
+                Counts(a.accepted[:size], a.steps[:size]),
+                Counts(b.accepted[:size], b.steps[:size]),
+                CATEGORIES[:size],
+                seed=trial,
+                resamplings=1_000,
+                confidence=confidence,
+            ).called
+            for size in (20, 40, 60, 80)
+        )
+    assert called <= 18, f"{called} of 200"  # 10 are allowed for, and a short interval at 20 prompts adds some
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), max_size=6))

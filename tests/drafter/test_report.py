@@ -83,7 +83,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 def test_keys_of_later_work_are_let_through():
     report = honest()
     report["verdict"] = {"decision": "promote"}
-    report["variants"][1]["by_answer_position"] = [2.0, 2.5]
+    report["variants"][1]["energy_j"] = [2.0, 2.5]
     module.check_report(report)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -15,6 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.load import Endpoint, Sampling, send_block
+from bench.lossless import Question, ask_gaps
+from drafter.__main__ import main as drafter
+from drafter.data.prompts import Prompt
 from drafter.report import read_report
 from server.engine import port_is_free
 from tests.engine.conftest import EnginePool
@@ -23,6 +28,7 @@ from tests.tiny import TinyPair
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[2] / "bench" / "accept_len.py"
 ANSWERS = 8
+SENTENCE = "the eagle hunts over water and sees a fish then it dives holds turns lands feeds its young in spring"
 
 
 @dataclass
@@ -86,7 +92,7 @@ def test_speculation_changes_no_greedy_token_in_fp32(measured: Any):
     variants, _, _ = measured
     outputs = [request["output_sha256"] for request in variants["none"]["requests"]]
     for variant in (variant for name, variant in variants.items() if name != "none"):
-        assert variant["greedy_equal"] == {"equal": ANSWERS, "total": ANSWERS}
+        assert variant["greedy_equal"] == {"equal": ANSWERS, "total": ANSWERS, "near_ties": 0, "differences": []}
         assert [request["output_sha256"] for request in variant["requests"]] == outputs
 
 
@@ -132,6 +138,102 @@ def test_figures_follow_from_the_requests(measured: Any):
         for request in requests:
             given = 1 + sum((i + 1) * count for i, count in enumerate(request["histogram"]))
             assert 0 <= given - request["tokens"] < len(request["histogram"])
+
+
+def test_steps_are_placed_and_timed(measured: Any):
+    variants, _, _ = measured
+    plain = variants["none"]
+    for name, variant in variants.items():
+        if name == "none":
+            continue
+        assert variant["placed_share"] > 0.5, "most steps come one by one"
+        for request in variant["requests"]:
+            if "accepted" in request:
+                counted = [request["accepted"].count(str(accepted)) for accepted in range(len(request["histogram"]))]
+                assert counted == request["histogram"]
+                assert sum(map(int, request["accepted"])) + len(request["accepted"]) + 1 >= request["tokens"]
+        placed = sum(len(request.get("accepted", "")) for request in variant["requests"])
+        assert sum(bucket["steps"] for bucket in variant["by_answer_position"]) == placed
+        assert sum(bucket["steps"] for bucket in variant["by_context_length"]) == placed
+        assert variant["step_cost"] == pytest.approx(variant["verify_step_ms"] / plain["decode_step_ms"])
+        low, high = variant["speedup_ci95"]
+        assert low <= variant["speedup"] <= high
+
+
+def words(count: int) -> str:
+    rng = random.Random(5)
+    return "".join(json.dumps({"prompt": " ".join(rng.choices(SENTENCE.split(), k=12))}) + "\n" for _ in range(count))
+
+
+def test_the_command_counts_what_our_own_model_walks(
+    bench: Bench, engines: EnginePool, llama: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Plain greedy tokens, captured, and the drafter walked along them: every prompt's histogram, exactly."""
+    prompts, answers, spool, shards = (tmp_path / name for name in ("asked.jsonl", "answers.jsonl", "spool", "shards"))
+    prompts.write_text(words(20))
+    for options, verb in (({}, "generate"), ({"capture_dir": spool}, "capture")):
+        engine = engines.get(llama, "none", **options)
+        keys = ["--url", engine.url, "--key-file", str(engine.key_file)]
+        if verb == "generate":
+            asked = ["--model", engine.served_name, "--target", str(llama.target), "--prompts", str(prompts)]
+            assert drafter([verb, *keys, *asked, "--max-tokens", "48", "--past", "4", "--out", str(answers)]) == 0
+        else:
+            assert drafter([verb, str(answers), *keys, "--dir", str(spool), "--out", str(shards)]) == 0
+    engines.stop()
+    capsys.readouterr()
+    given = str(llama.drafters["mha_noised_a"])
+    command = ["evaluate", "--drafter", given, "--shards", str(shards), "--target", str(llama.target)]
+    assert drafter([*command, "--num-steps", "3", "--json"]) == 0
+    walked = json.loads(capsys.readouterr().out)
+    args = ["--drafter", given, "--baseline", given, "--prompts", str(prompts), "--max-tokens", "48"]
+    process, out = bench.start("walked", *args)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    (variant,) = read_report(out / "report.json")["variants"]
+    histograms = [request["histogram"] + [0] * (4 - len(request["histogram"])) for request in variant["requests"]]
+    assert len(histograms) == 20
+    assert [document["histogram"] for document in walked["documents"]] == histograms
+    assert variant["acceptance_length"] == walked["acceptance_length"] > 1.5
+
+
+def test_several_answers_loads_and_the_sampling_check(bench: Bench, llama: TinyPair):
+    """At temperature 1, with two answers to each request, at two concurrencies: counted together, sampled alike."""
+    args = ["--drafter", str(llama.drafters["mha_noised_a"]), "--temperature", "1", "--answers", "2", "--limit", "8"]
+    process, out = bench.start(
+        "sampled", *args, "--concurrency", "2,4", "--max-tokens", "24", "--check-sampling", "400"
+    )
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    variants = read_report(out / "report.json")["variants"]
+    assert [(each["drafter"], each["concurrency"]) for each in variants] == [
+        ("none", 2), ("none", 4), ("mha_noised_a", 2), ("mha_noised_a", 4),
+    ]  # fmt: skip
+    for variant in variants:
+        assert len(variant["requests"]) == 16 and "greedy_equal" not in variant
+        first, second = ([r["output_sha256"] for r in variant["requests"] if r["answer"] == n] for n in (0, 1))
+        assert first != second, "two answers to one request are drawn each for itself"
+    for variant in variants[2:]:
+        assert variant["acceptance_length"] > 1.2
+        assert variant["sampling"]["differs"] is False and variant["sampling"]["prompts"] >= 1
+
+
+def test_how_near_a_tie_was(engines: EnginePool, llama: TinyPair):
+    """The plain engine's own greedy token is likelier than any other after the same tokens, and the gap has a sign."""
+    engine = engines.get(llama, "none")
+    endpoint = Endpoint(engine.url, engine.served_name, False, engine.headers, engine.admin_headers)
+    prompt = Prompt("p", "c", ({"role": "user", "content": SENTENCE},))
+    block = send_block(endpoint, [prompt], Sampling(12), 1, [0], lambda answer: None)
+    ids = block.answers[0].output_ids
+    others = [token for token in range(20) if token != ids[6]]
+    asked = [Question("p", "default", ids[:6], (ids[6], other)) for other in others]
+    swapped = [Question("p", "default", ids[:6], (other, ids[6])) for other in others[:3]]
+    found = ask_gaps(endpoint, [*asked, *swapped], {"p": prompt}, Sampling(12))
+    engines.stop()
+    for question in asked:
+        gap = found[question]
+        assert gap is not None and gap > 0
+    for there, back in zip(asked, swapped, strict=False):
+        assert found[there] == pytest.approx(-(found[back] or 0.0), abs=1e-5)
 
 
 def test_the_table_is_printed_and_kept(measured: Any, bench: Bench):

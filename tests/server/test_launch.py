@@ -92,6 +92,49 @@ def test_argv_of_a_tree_of_ngram_and_of_none(profile):
     assert not [flag for flag in flags(profile(), "none") if flag.startswith("--speculative")]
 
 
+ADAPTIVE = """[drafters.own]
+path = "./mine"
+adaptive = "adaptive.json"
+[drafters.sglang]
+path = "./mine"
+adaptive = true
+[drafters.ngram]"""
+
+
+def test_adaptive_drafters_beside_a_fixed_one(profile, tmp_path):
+    made = profile(edit=("[drafters.ngram]", ADAPTIVE))
+    (tmp_path / "adaptive.json").write_text(
+        '{"ema_alpha": 0.3, "1": {"candidate_steps": [5]}, "8": {"candidate_steps": [0]}}'
+    )
+    own, sglang, fixed = (flags(made, name) for name in ("own", "sglang", "mine"))
+    assert own["--speculative-adaptive-config"] == str(tmp_path / "adaptive.json")
+    assert "--speculative-adaptive" in own and "--speculative-adaptive" in sglang
+    assert "--speculative-adaptive-config" not in sglang
+    assert not [flag for flag in fixed if "adaptive" in flag]
+    expected = [
+        build_launch(made, resolve_drafter(made, name), port=1, config_file="k").expected for name in ("own", "mine")
+    ]
+    assert [each["speculative_adaptive"] for each in expected] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no adaptive config"),
+        ("[]", "is no adaptive config"),
+        ('{"1": {}}', "is no adaptive config"),
+        ('{"1": {"candidate_steps": [0, 3]}}', r"num_steps 5, but .* knows only \[0, 3\]"),
+    ],
+)
+def test_an_adaptive_file_that_cannot_be_served(profile, tmp_path, text, says):
+    made = profile(edit=("[drafters.ngram]", ADAPTIVE))
+    if text is not None:
+        (tmp_path / "adaptive.json").write_text(text)
+    with pytest.raises(LaunchError, match=says):
+        flags(made, "own")
+
+
 def test_a_gpu_profile_gets_nothing_of_the_cpu(profile):
     launch = build_launch(profile("cuda"), resolve_drafter(profile("cuda"), "mine"), port=1, config_file="k.yaml")
     assert "intel_amx" not in launch.argv
