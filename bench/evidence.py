@@ -126,15 +126,27 @@ def speed_against(mine: Variant, theirs: Variant, confidence: float = CONFIDENCE
     """Tokens/s of one variant over another's at the same load, and its interval.
 
     The ratio is of wall time. How far it could be another with other prompts is taken from the requests' own seconds,
-    whose sum at a full load is the wall time times the concurrency. None where one prompt, or different ones, cannot
-    tell.
+    whose sum at a full load is the wall time times the concurrency, and it is never narrower than the ratios of the
+    passes, which show whether the machine was as fast for both. None where one prompt, or different ones, cannot tell.
     """
     ratio = mine["tokens_per_second"] / theirs["tokens_per_second"]
     (own, prompts, categories), (others, same, _) = timed(mine), timed(theirs)
     if prompts != same or len(prompts) < 2:
         return ratio, None
     found = speed_ratio(others, own, categories, confidence=confidence)
-    return ratio, [ratio * found.low / found.value, ratio * found.high / found.value]
+    passes = [rate / there for rate, there in zip(_rates(mine), _rates(theirs), strict=False)]
+    low, high = ratio * found.low / found.value, ratio * found.high / found.value
+    return ratio, [min([low, *passes]), max([high, *passes])]
+
+
+def _rates(variant: Variant) -> list[float]:
+    """Tokens/s of each pass over the prompts, in order."""
+    sums: dict[int, list[float]] = {}
+    for block in variant.get("blocks", []):
+        row = sums.setdefault(block["repeat"], [0.0, 0.0])
+        row[0] += block["tokens"]
+        row[1] += block["seconds"]
+    return [tokens / seconds for _, (tokens, seconds) in sorted(sums.items())]
 
 
 def speed_of(variant: Variant, baseline: Variant, confidence: float = CONFIDENCE) -> dict[str, Any]:

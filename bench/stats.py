@@ -70,8 +70,7 @@ class Difference(Estimate):
 def strata_of(categories: Sequence[str]) -> list[list[int]]:
     """The places of the prompts that are drawn among each other: those of a category, small ones together.
 
-    A stratum of n prompts shows (n - 1)/n of its variance, one of a single prompt none: where every category has one,
-    nothing would vary and everything would be certain.
+    A stratum of a single prompt shows no variance: where every category has one, everything would be certain.
     """
     places: dict[str, list[int]] = {}
     for place, name in enumerate(categories):
@@ -88,12 +87,18 @@ def strata_of(categories: Sequence[str]) -> list[list[int]]:
 
 
 def resample(categories: Sequence[str], resamplings: int, seed: int) -> Floats:
-    """How often each prompt is drawn, [R, P]: in each stratum as many draws, with replacement, as it has prompts."""
+    """How much each prompt counts, [R, P]: in each stratum as much altogether as it has prompts.
+
+    A stratum of n is drawn n - 1 times with replacement, each draw counting n/(n - 1): drawn n times, it would show
+    only (n - 1)/n of its variance, a tenth too little where a category has ten prompts (J. N. K. Rao and C. F. J. Wu,
+    1988).
+    """
     random = np.random.default_rng(seed)
     drawn = np.zeros((resamplings, len(categories)))
     for members in strata_of(categories):
-        share = np.full(len(members), 1 / len(members))
-        drawn[:, members] = random.multinomial(len(members), share, size=resamplings)
+        size = len(members)
+        share = np.full(size, 1 / size)
+        drawn[:, members] = random.multinomial(size - 1, share, size=resamplings) * (size / (size - 1))
     return drawn
 
 

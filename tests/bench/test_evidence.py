@@ -116,6 +116,11 @@ def test_whether_it_loses_is_said_where_it_is_clear() -> None:
         assert mine["speedup_ci95"][0] <= mine["speedup"] <= mine["speedup_ci95"][1]
         line = probe_line(mine, base)
         assert words in line and f"{speed:.1f} tokens/s against 10.0 of none" in line
+    # As clear by its prompts as before, but the second pass says the opposite: the machine was not the same.
+    passes = [{"repeat": 0, "tokens": 40, "seconds": 1.0}, {"repeat": 1, "tokens": 9, "seconds": 1.0}]
+    shaky = timed("new", 20.0, [0.5] * 12, blocks=passes)
+    same = {**base, "blocks": [{"repeat": n, "tokens": 10, "seconds": 1.0} for n in (0, 1)]}
+    assert speed_of(shaky, same) == {"speedup": 2.0, "speedup_ci95": [pytest.approx(0.9), pytest.approx(4.0)]}
     alone = timed("new", 5.0, [1.0])
     assert speed_of(alone, timed("none", 10.0, [1.0])) == {"speedup": 0.5}, "one prompt has no interval"
     mine |= speed_of(mine, {**base, "acceptance_length": 2.0}) | {"loses": True, "foreign_vocabulary": True}

@@ -52,7 +52,7 @@ def test_each_category_keeps_its_number_of_prompts() -> None:
     assert drawn.shape == (500, 18)
     for name in "abc":
         members = [at for at, each in enumerate(categories) if each == name]
-        assert (drawn[:, members].sum(axis=1) == len(members)).all()
+        assert np.allclose(drawn[:, members].sum(axis=1), len(members))
     assert drawn[:, 0].std() > 0.5
     assert np.array_equal(drawn, resample(categories, 500, 7))
     assert not np.array_equal(drawn, resample(categories, 500, 8))
@@ -69,6 +69,17 @@ def test_no_prompt_is_drawn_alone(categories: list[str]) -> None:
         assert len(names) == 1 or min(sizes[name] for name in names) < 5
     assert sum(len(some) < 5 for some in strata) <= 1
     assert (resample(categories, 200, 1).std(axis=0) > 0).all(), "a prompt that is always drawn once hides its variance"
+
+
+@pytest.mark.parametrize("size", [5, 10, 40])
+def test_strata_show_all_of_their_variance(size: int) -> None:
+    """The error of a mean over strata is the one by the textbook, sum of n_h s_h^2 over n^2, at any size of stratum."""
+    random = np.random.default_rng(11)
+    names = [str(place // size) for place in range(4 * size)]
+    scores = random.normal(0, 1, 4 * size) + np.repeat([0, 5, 10, 20], size)
+    found = mean_difference(np.zeros(4 * size), scores, names, resamplings=20_000)
+    variances = scores.reshape(4, size).var(axis=1, ddof=1)
+    assert found.error == pytest.approx(np.sqrt((size * variances).sum()) / (4 * size), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10])

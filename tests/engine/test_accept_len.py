@@ -19,6 +19,7 @@ import pytest
 from bench.load import Endpoint, Sampling, send_block
 from bench.lossless import Question, ask_gaps
 from drafter.__main__ import main as drafter
+from drafter.data.conversations import read_with_ids
 from drafter.data.prompts import Prompt
 from drafter.report import read_report
 from server.engine import port_is_free
@@ -190,9 +191,15 @@ def test_the_command_counts_what_our_own_model_walks(
     _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     (variant,) = read_report(out / "report.json")["variants"]
-    histograms = [request["histogram"] + [0] * (4 - len(request["histogram"])) for request in variant["requests"]]
-    assert len(histograms) == 20
-    assert [document["histogram"] for document in walked["documents"]] == histograms
+    served = {request["prompt_id"]: request["histogram"] for request in variant["requests"]}
+    lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    # Answers lie in the order in which they ended, and so do the walked documents.
+    order = [lines.index(each.messages[0]["content"]) + 1 for each in read_with_ids(answers)]
+    histograms = [served[f"asked/{number}"] for number in order]
+    assert sorted(order) == list(range(1, 21))
+    assert [document["histogram"] for document in walked["documents"]] == [
+        histogram + [0] * (4 - len(histogram)) for histogram in histograms
+    ]
     assert variant["acceptance_length"] == walked["acceptance_length"] > 1.5
 
 
