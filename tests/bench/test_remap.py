@@ -10,7 +10,7 @@ import pytest
 
 from bench import remap
 from bench.remap import SMALL, Sizes, case_maps, main, make
-from drafter.checkpoint.folder import read_folder
+from drafter.checkpoint.preflight import read_folder
 
 
 @pytest.mark.parametrize("seed", range(20))
