@@ -33,6 +33,7 @@ from drafter.report import Report, ReportError, to_json, write_report  # noqa: E
 from drafter.settings import read_settings  # noqa: E402
 from server.config import load_profile  # noqa: E402
 
+LARGEST = 2**31  # of any number: the engine's seeds have no more bits
 DEFAULT_PROFILE = ROOT / "deploy" / "profiles" / "cpu-smollm2.toml"
 
 TEXT = """\
@@ -193,6 +194,11 @@ def main(argv: list[str] | None = None) -> int:
         report = run(plan, variants, progress, journal)
     except KeyboardInterrupt:
         return _interrupted(folder, made, journal)
+    except OSError as error:  # a full disk, say: the engine was stopped, and the journal has what was measured
+        print(
+            f"accept_len: stopped by {error}: mend it and give the same command with --out {folder}.", file=sys.stderr
+        )
+        return 1
     finally:
         progress.close()
     try:
@@ -295,6 +301,8 @@ def _thinking(text: str) -> tuple[Thinking, ...]:
 def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if int(text) >= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is beyond {LARGEST - 1}")
     return int(text)
 
 

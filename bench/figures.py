@@ -57,12 +57,13 @@ def _acceptance(answers: Sequence[Answer], positions: int) -> dict[str, Any]:
 def _times(answers: Sequence[Answer]) -> dict[str, float]:
     """Times in milliseconds, and the tokens a second that one user sees.
 
-    TPOT is (seconds - ttft) / (tokens - 1) of an answer of two tokens or more; ITL is the time between two pieces of a
-    stream, each of which may carry several tokens; a verify step takes (seconds - ttft) / steps, the median over
-    answers, and without speculation a decode step takes what TPOT says.
+    TPOT is (seconds - ttft) / (tokens - 1) of an answer of two tokens or more that came in several pieces; ITL is the
+    time between two pieces of a stream, each of which may carry several tokens; a verify step takes
+    (seconds - ttft) / steps, the median over answers, and without speculation a decode step takes what TPOT says.
     """
-    stepped = [answer for answer in answers if sum(answer.histogram)]
-    per_token = [(a.seconds - a.ttft_s) / (a.tokens - 1) for a in answers if a.tokens > 1]
+    timed = [answer for answer in answers if answer.seconds > answer.ttft_s]  # of the others no time is known
+    speculates = any(sum(answer.histogram) for answer in answers)
+    per_token = [(a.seconds - a.ttft_s) / (a.tokens - 1) for a in timed if a.tokens > 1]
     found: dict[str, float] = {}
     for name, share, values in (
         ("ttft_ms_p50", 50, [answer.ttft_s for answer in answers]),
@@ -70,8 +71,8 @@ def _times(answers: Sequence[Answer]) -> dict[str, float]:
         ("tpot_ms_p50", 50, per_token),
         ("itl_ms_p50", 50, [gap for answer in answers for gap in answer.gaps_s]),
         ("itl_ms_p99", 99, [gap for answer in answers for gap in answer.gaps_s]),
-        ("verify_step_ms", 50, [(a.seconds - a.ttft_s) / sum(a.histogram) for a in stepped]),
-        ("decode_step_ms", 50, [] if stepped else per_token),
+        ("verify_step_ms", 50, [(a.seconds - a.ttft_s) / sum(a.histogram) for a in timed if sum(a.histogram)]),
+        ("decode_step_ms", 50, [] if speculates else per_token),
     ):
         if values:
             found[name] = 1000 * float(numpy.percentile(values, share))

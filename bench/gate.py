@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bench.evidence import counted, has_interval, load_of, speed_against
+from bench.lossless import NEAR_TIE
 from bench.stats import Counts, acceptance_length, difference, holm, mean_difference
 from drafter.checkpoint.folder import DrafterError, open_folder
 from drafter.report import Report, ReportError, file_sha256, flag_groups, read_report
@@ -113,11 +114,20 @@ def judge(report: Report, policy: Policy) -> Verdict:
     """Hold a report against a policy. Raises PolicyError where it has not what the policy asks of it, ReportError where
     it is no evidence."""
     check_evidence(report)
+    if policy.incumbent == policy.drafter:
+        raise PolicyError(f"drafter and incumbent are both {policy.drafter!r}: nothing beats itself, name another.")
     findings = []
     if report["provenance"]["engine_env"] != "ours":
         reason = "an engine was started by others, so faked acceptance cannot be excluded: let the bench start it"
         findings.append(Finding("hold", reason))
     mine, plain = _variants(report, policy.drafter), _variants(report, "none")
+    if any("acceptance_length" in variant for variant in plain.values()):
+        raise ReportError("the variant 'none' speculated, so nothing here is plain decoding. Measure again.")
+    gone = next(
+        (path for variant in mine.values() if (path := _drafter_path(variant["flags"])) and not path.is_dir()), None
+    )
+    if gone is not None:
+        findings.append(Finding("hold", f"{gone} is not here, so whether it has changed since cannot be seen"))
     loads = [load for load in mine if policy.must_win_at == "all" or load[0] in policy.must_win_at]
     missing = [] if policy.must_win_at == "all" else sorted(set(policy.must_win_at) - {load[0] for load in loads})
     if missing:
@@ -145,7 +155,7 @@ def _at_load(new: Mapping[str, Any], plain: Mapping[str, Any], policy: Policy) -
     if policy.min_acceptance_length is not None:
         findings.append(_floor(new, policy.min_acceptance_length))
     if new["temperature"] == 0:
-        findings += _equal(new, policy.min_greedy_equal) if new["dtype"] == "float32" else _nearly(new)
+        findings += _equal(new, plain, policy.min_greedy_equal) if new["dtype"] == "float32" else _nearly(new)
     if "sampling" in new:
         p_value, limit = new["sampling"]["p_value"], new["sampling"]["error_rate"]
         reason = f"what it samples against plain decoding: p {p_value:.4f}, below {limit:g} it differs"
@@ -169,6 +179,8 @@ def check_evidence(report: Report) -> None:
             f"the variants were measured with other flags ({', '.join(sorted(different))}): measure alike."
         )
     for variant in ok:
+        if "blocks" not in variant:
+            raise ReportError(f"{variant['drafter']!r} has no 'blocks', so its tokens/s cannot be counted again.")
         _check_unchanged(variant)
 
 
@@ -185,7 +197,11 @@ def _check_unchanged(variant: Mapping[str, Any]) -> None:
     if measured is not None and Path(corpus).is_file() and file_sha256(Path(corpus)) != measured:
         raise ReportError(f"the corpus {corpus} has changed since it was measured ({measured}). Measure again.")
     sha256, path = variant.get("drafter_sha256"), _drafter_path(variant["flags"])
-    if sha256 is None or path is None or not path.is_dir():
+    if path is not None and sha256 is None:
+        raise ReportError(
+            f"{variant['drafter']!r} has no 'drafter_sha256', so nothing says which weights were measured."
+        )
+    if path is None or not path.is_dir():
         return
     try:
         found = open_folder(path).sha256
@@ -244,19 +260,24 @@ def _floor(new: Mapping[str, Any], least: float) -> Finding:
     return Finding("promote" if found.low >= least else "reject" if found.high < least else "hold", reason)
 
 
-def _equal(new: Mapping[str, Any], least: float) -> list[Finding]:
-    equal = new.get("greedy_equal")
-    if equal is None:
-        return [Finding("hold", "its answers were not compared with plain decoding: measure with --baseline none")]
-    share = equal["equal"] / equal["total"]
-    reason = f"{equal['equal']} of {equal['total']} greedy answers equal plain decoding, {least:.0%} are asked for"
-    return [Finding("promote" if share >= least else "reject", reason)]
+def _equal(new: Mapping[str, Any], plain: Mapping[str, Any], least: float) -> list[Finding]:
+    """By the answers' own hashes: the report's count is against its baseline, which may be another drafter."""
+    mine, theirs = (
+        {(row["prompt_id"], row.get("repeat"), row.get("answer")): row["output_sha256"] for row in each["requests"]}
+        for each in (new, plain)
+    )
+    if mine.keys() != theirs.keys():
+        return [Finding("hold", "plain decoding was not asked the same, so its answers cannot be compared")]
+    equal = sum(mine[key] == theirs[key] for key in mine)
+    reason = f"{equal} of {len(mine)} greedy answers equal plain decoding, {least:.0%} are asked for"
+    return [Finding("promote" if equal / len(mine) >= least else "reject", reason)]
 
 
 def _nearly(new: Mapping[str, Any]) -> list[Finding]:
     """Where rounding may change an answer: only a change that was no near tie tells against the engine."""
     differences = new.get("greedy_equal", {}).get("differences", [])
-    far = [each for each in differences if each.get("near_tie") is False]
+    limit = NEAR_TIE.get(new["dtype"], 0.0)
+    far = [each for each in differences if abs(each.get("gap", 0.0)) > limit]
     if not far:
         return []
     first = far[0]

@@ -88,7 +88,7 @@ def greedy_equal(pairs: Sequence[Pair], thinking: str, gaps: Gaps | None, dtype:
         question = question_of(pair, thinking)
         gap = gaps.get(question) if question else None
         if gap is not None:
-            row |= {"gap": gap, "near_tie": abs(gap) <= NEAR_TIE[dtype]}
+            row |= {"gap": gap} | ({"near_tie": abs(gap) <= NEAR_TIE[dtype]} if dtype in NEAR_TIE else {})
         rows.append(row)
     return found | {"near_ties": sum(row.get("near_tie", False) for row in rows), "differences": rows}
 

@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     top.add_argument("report", type=Path, metavar="REPORT", help="report.json of bench/accept_len.py")
     top.add_argument("--costs", type=Path, metavar="FILE", help="measured costs of the same deployment")
+    top.add_argument("--json", action="store_true", help="print which files were made as one JSON object on stdout")
     top.add_argument("--out", type=Path, metavar="DIR", help="where the pages go (default: beside the report)")
     args = top.parse_args(argv)
     folder = args.out or args.report.parent
@@ -141,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"page: {error.filename}: {error.strerror}: choose another folder by --out.", file=sys.stderr)
         return 1
+    if args.json:
+        print(json.dumps({name: str(folder / f"report.{name}") for name in ("html", "md", "prom")}))
     print(f"page: report.html, report.md and report.prom in {folder}", file=sys.stderr)
     return 0
 

@@ -303,4 +303,5 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """One line, in which nothing is taken for a cell's end or for HTML."""
+    return " ".join(text.splitlines()).replace("|", "\\|").replace("<", "&lt;")

@@ -19,7 +19,7 @@ from bench.variants import Plan, Variant, engines_are_ours
 from drafter.data.prompts import prompts_sha256
 from drafter.report import FORMAT, Report, provenance
 
-INTERNAL = ("offered", "simulated", "start_seconds")  # facts that the report has elsewhere or not at all
+INTERNAL = ("offered", "simulated", "start_seconds", "target")  # facts that the report has elsewhere or not at all
 
 
 def build_report(
@@ -168,5 +168,4 @@ def _target(plan: Plan, ran: Sequence[Variant]) -> dict[str, Any]:
     """The target by the profile, or by what an engine that ran already says of itself."""
     if plan.profile is not None:
         return plan.profile.target.model_dump(exclude_none=True)
-    told = ran[0].engine.resolved if ran else {}
-    return {"served_name": str(told.get("served_model_name", "?")), "path": str(told.get("model_path", "?"))}
+    return dict(ran[0].facts["target"]) if ran else {"served_name": "?", "path": "?"}

@@ -180,12 +180,12 @@ def prompts_needed(found: Difference, prompts: int, wanted: float = 0.05, power:
     """Prompts in all with which a true difference of `wanted` would be called in `power` of all trials.
 
     From the standard error at `prompts`, which falls with their square root, for the two-sided level of 5 %:
-    n = prompts * ((z_a + z_b) error / wanted)^2. Raises StatsError.
+    n = prompts * ((z_a + z_b) error / wanted)^2, two at the least. Raises StatsError.
     """
     if wanted <= 0 or not 0 < power < 1:
         raise StatsError(f"a difference of {wanted} at a power of {power} cannot be asked for: both lie above 0.")
     z = stats.norm.ppf(1 - (1 - CONFIDENCE) / 2) + stats.norm.ppf(power)
-    return math.ceil(prompts * (float(z) * found.error / wanted) ** 2)
+    return max(2, math.ceil(prompts * (float(z) * found.error / wanted) ** 2))
 
 
 def _lengths(counts: Counts, draws: Floats) -> Floats:

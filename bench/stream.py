@@ -116,6 +116,8 @@ class Stream:
         if not isinstance(self.output_ids, list) or len(self.output_ids) != len(self.choices):
             raise LoadError("the stream carried no output ids (return_output_ids_in_sglext): SGLang 0.5.23 sends them")
         tokens, counts = self.usage["completion_tokens"], [len(ids) for ids in self.output_ids]
+        if 0 in counts:
+            raise LoadError("the engine sent an answer without a single token, of which nothing can be measured")
         if tokens != sum(counts):
             raise LoadError(f"usage counts {tokens} completion tokens but the engine sent {sum(counts)} ids")
         return [
@@ -175,7 +177,7 @@ def placed_steps(totals: Sequence[int], tokens: int, histogram: Sequence[int]) -
     """
     marks = sorted({1, tokens, *(total for total in totals if 1 < total < tokens)})
     growths = [after - before for before, after in pairwise(marks)]
-    if not histogram or len(growths) != verify_steps(histogram):
+    if not growths or len(growths) != verify_steps(histogram):
         return None
     *whole, last = (growth - 1 for growth in growths)
     left = Counter({accepted: count for accepted, count in enumerate(histogram) if count})

@@ -108,6 +108,10 @@ def variants_of(plan: Plan) -> list[Variant]:
 
 
 def _check(plan: Plan) -> None:
+    if plan.key_file is not None and not plan.urls:
+        raise PlanError("--key-file is for engines that already run: name one by --url, or leave --key-file out.")
+    if plan.num_steps is not None and not plan.drafters:
+        raise PlanError("an engine that already runs keeps its draft steps: leave --num-steps out, or give --drafter.")
     most = max(load.concurrency for load in plan.loads)
     if plan.profile is not None:
         longest = plan.profile.engine.max_running_requests
@@ -153,8 +157,12 @@ def _named_url(given: str) -> tuple[str, str]:
     name, equals, url = given.partition("=")
     if not equals or "://" in name:
         name, url = given, given
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # half of an IPv6 address, or a port beyond all ports
+        whole = False
+    if not whole:
         raise PlanError(f"--url {given!r} is no address: write http://HOST:PORT, or NAME=http://HOST:PORT.")
     return name, url
 
@@ -218,6 +226,8 @@ def facts_of(engine: AnyEngine) -> dict[str, Any]:
         "topk": drafter.topk,
         "draft_tokens": drafter.draft_tokens,
     }
+    if isinstance(engine, Attached):
+        found["target"] = {"served_name": engine.served_name, "path": str(engine.resolved.get("model_path", "?"))}
     return {name: value for name, value in found.items() if value is not None}
 
 

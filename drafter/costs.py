@@ -100,4 +100,7 @@ def costs_of_reports(reports: Iterable[Report], source: str) -> Costs:
             f"{source} holds no concurrency at which both a variant without speculation and one with draft steps were "
             "timed: measure `none` beside the drafter."
         )
-    return Costs({batch: decode[batch] for batch in both}, {batch: cycles[batch] for batch in both}, source)
+    try:
+        return Costs({batch: decode[batch] for batch in both}, {batch: cycles[batch] for batch in both}, source)
+    except ValueError as error:
+        raise CostsError(f"{source}: {error}") from None

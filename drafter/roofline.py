@@ -125,6 +125,15 @@ def data() -> dict[str, Any]:
     return tomllib.loads(DATA.read_text("utf-8"))
 
 
+def fits(model: Target, drafter: str) -> None:
+    """Raise PaperError where a drafter was not made for such a target: it takes the shape of its layers."""
+    entry = _entry("drafters", drafter)
+    needed = "moe" if entry["kind"] == "mtp" else {"mla": "mla", "gqa": "gqa"}.get(entry["attention"])
+    if needed is not None and needed not in model.table:
+        able = ", ".join(name for name, table in data()["models"].items() if needed in table)
+        raise PaperError(f"drafter {drafter!r} does not fit {model.name}: it is for {able}.")
+
+
 def _entry(kind: str, name: str) -> dict[str, Any]:
     table = data()[kind]
     if name not in table:

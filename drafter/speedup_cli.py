@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from drafter.costs import read_costs
 from drafter.public_points import CONTEXT, Point, median_error, median_error_by_source, points
 from drafter.report import Report, read_report, write_text
-from drafter.roofline import cycle, data, decode_step, machine, paper_costs, target
+from drafter.roofline import cycle, data, decode_step, fits, machine, paper_costs, target
 from drafter.speedup import (
     Acceptance,
     Costs,
@@ -31,6 +32,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS = (1, 2, 3, 4, 5, 6, 7)
 # SGLang's nightly test on 8x B200 asks of a K2.5 drafter at least this acceptance length at three draft steps.
 DEFAULT_ACCEPTANCE = "2.8@3"
+LONGEST = 64
+DRAFTER = "kimi-eagle3-mla"
+ON_PAPER = ("machine", "model", "drafter", "allreduce", "context")  # flags that say nothing where costs are measured
 
 TEXT = """\
 examples:
@@ -66,11 +70,9 @@ def add_speedup(commands: Any) -> None:
     table = data()
     add("--machine", action="append", choices=list(table["machines"]), help="on paper; repeatable (default: five)")
     add("--model", choices=list(table["models"]), help="on paper (default: Kimi-K2.5 as the machine holds it)")
-    add("--drafter", choices=list(table["drafters"]), default="kimi-eagle3-mla", help="on paper (default: %(default)s)")
+    add("--drafter", choices=list(table["drafters"]), help=f"on paper (default: {DRAFTER})")
     add("--allreduce", choices=list(table["allreduces"]), help="another than the machine's own")
-    add(
-        "--context", type=float, default=CONTEXT, metavar="N", help="tokens that a request holds (default: %(default)g)"
-    )
+    add("--context", type=float, metavar="N", help=f"tokens that a request holds, on paper (default: {CONTEXT:g})")
     add("--costs", type=Path, metavar="FILE", help="measured costs instead of paper")
     add(
         "--acceptance",
@@ -87,8 +89,17 @@ def add_speedup(commands: Any) -> None:
 
 def run_speedup(args: argparse.Namespace) -> int:
     """Predict, print, and write what was asked for. Raises ValueError."""
-    if args.report and args.acceptance:
+    if args.report and args.acceptance is not None:
         raise ValueError("--report and --acceptance both say what is accepted: give one.")
+    if args.variant is not None and not args.report:
+        raise ValueError("--variant names a drafter of a report: give --report, or leave it out.")
+    idle = [f"--{name}" for name in ON_PAPER if args.costs and getattr(args, name) is not None]
+    if idle:
+        raise ValueError(
+            f"{', '.join(idle)}: of a machine on paper, but --costs were measured: give the one or the other."
+        )
+    if args.context is not None and not 0 < args.context < math.inf:
+        raise ValueError(f"--context is {args.context:g}, expected a number of tokens.")
     if args.adaptive_config and not args.costs:
         raise ValueError("--adaptive-config needs --costs: times on paper are too far off to serve by.")
     overall, parts = _acceptance(args)
@@ -113,7 +124,7 @@ def run_speedup(args: argparse.Namespace) -> int:
 def _acceptance(args: argparse.Namespace) -> tuple[list[float], list[list[float]]]:
     """full_acc of all requests, and of each category where a report has them."""
     if args.report is None:
-        return parse_acceptance(args.acceptance or DEFAULT_ACCEPTANCE), []
+        return parse_acceptance(DEFAULT_ACCEPTANCE if args.acceptance is None else args.acceptance), []
     variant = _variant(read_report(args.report), args.variant)
     parts = [each["full_acc"] for each in variant["categories"].values() if "full_acc" in each]
     return list(variant["full_acc"]), parts
@@ -124,6 +135,8 @@ def parse_acceptance(text: str) -> list[float]:
     length, at, steps = text.partition("@")
     try:
         if at:
+            if int(steps) > LONGEST:
+                raise ValueError(f"{steps} draft steps are more than any engine takes")
             # Even acceptance says what longer chains would do; a list says nothing beyond its end.
             return even_acceptance(rate_of(float(length), int(steps)), max(STEPS))
         rates = [float(part) for part in text.split(",")]
@@ -151,16 +164,17 @@ def _variant(report: Report, name: str | None) -> Mapping[str, Any]:
 
 def _on_paper(args: argparse.Namespace, name: str, overall: Acceptance) -> dict[str, Any]:
     model = target(args.model or MODELS.get(name, "kimi-k2.5-int4"))
-    on = machine(name, args.allreduce)
-    costs = paper_costs(on, model, args.drafter, BATCHES, STEPS, args.context)
+    on, drafter, context = machine(name, args.allreduce), args.drafter or DRAFTER, args.context or CONTEXT
+    fits(model, drafter)
+    costs = paper_costs(on, model, drafter, BATCHES, STEPS, context)
     found = _prediction(costs, overall)
     for row in found["batches"]:
         batch, best = row["batch"], row["best_steps"]
-        row["decode_parts_ms"] = vars(decode_step(on, model, batch, args.context))
-        row["cycle_parts_ms"] = vars(cycle(on, model, args.drafter, batch, best or 3, args.context))
+        row["decode_parts_ms"] = vars(decode_step(on, model, batch, context))
+        row["cycle_parts_ms"] = vars(cycle(on, model, drafter, batch, best or 3, context))
     cheaper = CHEAPER.get(name)
     if cheaper and args.allreduce is None:
-        other = paper_costs(machine(name, cheaper), model, args.drafter, BATCHES, STEPS, args.context)
+        other = paper_costs(machine(name, cheaper), model, drafter, BATCHES, STEPS, context)
         found["cheaper_allreduce"] = {
             "allreduce": cheaper,
             "batches": [

@@ -169,6 +169,9 @@ def _json_lines(path: Path, what: str, fix: str) -> Iterator[tuple[int, Mapping[
         empty = False
         try:
             row = json.loads(line)
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise PromptError(f"{what}, line {number} holds half of a character (\\ud800 to \\udfff): {fix}") from None
         except json.JSONDecodeError as error:
             raise PromptError(f"{what}, line {number} is not JSON ({error.msg}, column {error.colno}): {fix}") from None
         if not isinstance(row, dict):

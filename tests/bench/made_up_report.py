@@ -26,7 +26,7 @@ def request(dice: random.Random, rate: float, place: int) -> dict[str, Any]:
         "seconds": 2.0,
         "ttft_s": 0.1,
         "looping": place % 11 == 0,
-        "output_sha256": "0" * 64,
+        "output_sha256": "0" * 64 if place or not rate else "1" * 64,
         "repeat": 0,
     }
 
@@ -60,7 +60,7 @@ def variant(drafter: str, concurrency: int, thinking: str) -> dict[str, Any]:
         "max_tokens": 128,
         "thinking": thinking,
         "concurrency": concurrency,
-        "loop_share": 0.1,
+        "loop_share": sum(each["looping"] for each in requests) / len(requests),
         "requests": requests,
         "categories": {
             category: acceptance([each for each in requests if each["category"] == category]) for category in CATEGORIES

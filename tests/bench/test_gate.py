@@ -39,7 +39,7 @@ def variant(name: str, rate: float | dict[str, float] | None, speed: float, **ch
     found: dict[str, Any] = {
         "status": "ok", "drafter": name, "engine_version": "0.5.23", "flags": [], "dtype": "bfloat16",
         "temperature": 0.0, "max_tokens": 64, "thinking": "default", "concurrency": 4, "tokens_per_second": speed,
-        "loop_share": 0.0, "categories": {}, "requests": requests,
+        "loop_share": 0.0, "categories": {}, "requests": requests, "blocks": blocks(speed),
     }  # fmt: skip
     if rate is not None:
         summed = add_histograms(request["histogram"] for request in requests)
@@ -47,6 +47,10 @@ def variant(name: str, rate: float | dict[str, float] | None, speed: float, **ch
         found |= {"acceptance_length": length, "acceptance_length_no_loops": length}
         found |= {"full_acc": full_acc(summed), "cond_acc": cond_acc(summed)}
     return found | changed
+
+
+def blocks(speed: float) -> list[dict[str, Any]]:
+    return [{"repeat": 0, "part": 0, "seconds": 64 * len(PROMPTS) / speed, "tokens": 64 * len(PROMPTS)}]
 
 
 def report(*variants: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -118,13 +122,23 @@ def test_more_acceptance_at_less_speed_is_rejected(tmp_path: Path, capsys: pytes
     assert {"promote", "reject"} == {check["decision"] for check in verdict["checks"]}
 
 
-@pytest.mark.parametrize(
-    ("equal", "code"), [({"equal": 60, "total": 60}, 0), ({"equal": 59, "total": 60}, 4), (None, 3)]
-)
-def test_in_float32_answers_must_stay_equal(tmp_path: Path, equal: dict[str, int] | None, code: int) -> None:
-    changed: dict[str, Any] = {"dtype": "float32"} | ({"greedy_equal": equal} if equal else {})
-    found = report({**NONE, "dtype": "float32"}, variant("new", 0.6, 15.0, **changed))
+@pytest.mark.parametrize(("different", "code"), [(0, 0), (1, 4)])
+@pytest.mark.parametrize("baseline", ["none", "new"])
+def test_in_float32_answers_must_stay_equal(tmp_path: Path, different: int, code: int, baseline: str) -> None:
+    new = variant("new", 0.6, 15.0, dtype="float32")
+    for place in range(different):
+        new["requests"][place]["output_sha256"] = "1" * 64
+    found = report({**NONE, "dtype": "float32"}, new)
+    found["provenance"]["baseline"] = baseline
     assert judge(tmp_path, found, "") == code
+
+
+def test_answers_to_other_requests_are_not_compared(tmp_path: Path) -> None:
+    new = variant("new", 0.6, 15.0, dtype="float32")
+    for request in new["requests"]:
+        request["repeat"] = 1
+    new["blocks"][0]["repeat"] = 1
+    assert judge(tmp_path, report({**NONE, "dtype": "float32"}, new), "") == 3
 
 
 def test_in_bfloat16_they_need_not(tmp_path: Path) -> None:
@@ -175,7 +189,7 @@ def test_engines_of_others_hold_whatever_they_show(
 
 
 def at(count: int, found: dict[str, Any], speed: float) -> dict[str, Any]:
-    return {**found, "concurrency": count, "tokens_per_second": speed}
+    return {**found, "concurrency": count, "tokens_per_second": speed, "blocks": blocks(speed)}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +211,7 @@ def test_loads_that_must_win(
     reason: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    new = variant("new", 0.6, 0.0)
+    new = variant("new", 0.6, 1.0)
     pairs = zip((1, 8), speeds, strict=True)
     found = report(at(1, NONE, 10.0), at(8, NONE, 10.0), *(at(count, new, speed) for count, speed in pairs))
     assert judge(tmp_path, found, policy) == code
@@ -228,7 +242,8 @@ def test_a_drafter_that_changes_what_is_sampled_is_rejected(tmp_path: Path, diff
 @pytest.mark.parametrize(("near", "code"), [([True, True], 0), ([True, False], 3), ([None, True], 0)])
 def test_in_bfloat16_a_change_without_a_near_tie_holds(tmp_path: Path, near: list[bool | None], code: int) -> None:
     rows = [
-        {"prompt_id": "coding/1", "repeat": 0, "position": 7} | ({} if each is None else {"gap": 0.7, "near_tie": each})
+        {"prompt_id": "coding/1", "repeat": 0, "position": 7}
+        | ({} if each is None else {"gap": 0.3 if each else 0.7, "near_tie": each})
         for each in near
     ]
     equal = {"equal": 58, "total": 60, "near_ties": near.count(True), "differences": rows}

@@ -50,10 +50,10 @@ def honest() -> dict[str, Any]:
         "acceptance_length": 2.25,
         "acceptance_length_no_loops": 1 + 2 / 3,
         "full_acc": [0.75, 0.25, 0.25],
-        "cond_acc": [0.75, None, 1.0],
-        "flatness": 0.4,
+        "cond_acc": [0.75, 1 / 3, 1.0],
+        "flatness": (1 / 3) / 0.75,
     }
-    plain = {**copy.deepcopy(measured), "drafter": "none", "requests": [request([])]}
+    plain = {**copy.deepcopy(measured), "drafter": "none", "requests": [request([])], "loop_share": 0.0}
     for name in ("acceptance_length", "acceptance_length_no_loops", "full_acc", "cond_acc", "flatness"):
         del plain[name]
     return {
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 
 def test_keys_of_later_work_are_let_through():
     report = honest()
-    report["verdict"] = {"decision": "promote"}
+    report["verdict"] = {"decision": "promote", "reasons": [], "checks": [{"later": 1}]}
     report["variants"][1]["energy_j"] = [2.0, 2.5]
     module.check_report(report)
 
