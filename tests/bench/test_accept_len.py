@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from bench import load, schedule, variants
+from bench import load, runner, schedule, variants
 from bench.accept_len import main
+from bench.journal import Journal
 from drafter.report import check_report, read_report
 from server.launch import resolve_drafter
 from tests.bench.conftest import PROMPTS
@@ -708,6 +709,7 @@ import sys
 from pathlib import Path
 import bench.variants
 from bench.accept_len import main
+from bench.journal import Journal
 from tests.bench.fake_engine import FakeEngine, Script
 FakeEngine.scripts = {"none": Script(algorithm="NONE"), "slow": Script(steps=(1,), delay_s=0.1, fault=sys.argv.pop(1))}
 bench.variants.Engine = FakeEngine
@@ -815,3 +817,107 @@ def test_it_runs_as_a_script_without_being_installed(tmp_path: Path):
 
 def test_no_file_in_bench_takes_a_standard_name():
     assert not {path.stem for path in (ROOT / "bench").glob("*.py")} & sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("tokens", ["1", "2", "3", "40"])
+@pytest.mark.parametrize("answers", ["1", "2"])
+def test_an_answer_in_one_piece_has_a_cost_that_is_not_known(
+    bench: Any, engine: type[FakeEngine], tokens: str, answers: str
+):
+    for script in engine.scripts.values():
+        script.together = True  # every other piece waits for the next
+    args = ["--max-tokens", tokens, "--answers", answers, "--concurrency", "2"]
+    code, report, _, _ = bench("--drafter", "good", *args)
+    assert code == 0
+    for entry in report["variants"]:
+        for key in ("tpot_ms_p50", "decode_step_ms", "verify_step_ms", "step_cost"):
+            assert entry.get(key, 1.0) > 0
+
+
+def test_an_answer_without_a_token_fails_its_variant(bench: Any, engine: type[FakeEngine], monkeypatch: Any):
+    original = FakeEngine.answer_to
+
+    def nothing(self: FakeEngine, prompt: str, max_tokens: int) -> Any:
+        answer = original(self, prompt, max_tokens)
+        if self.given == "good" and prompt == "green":
+            answer.ids, answer.pieces, answer.histogram = [], [], []
+        return answer
+
+    monkeypatch.setattr(FakeEngine, "answer_to", nothing)
+    code, report, _, _ = bench("--drafter", "good")
+    assert code == 1
+    assert "prompt green: the engine sent an answer without a single token" in report["variants"][1]["error"]
+
+
+def test_a_type_of_numbers_that_is_not_known_makes_no_near_ties(bench: Any, engine: type[FakeEngine], monkeypatch: Any):
+    original = FakeEngine.start
+
+    def start(self: FakeEngine, progress: Any) -> None:
+        original(self, progress)
+        self.resolved = {"dtype": "auto"}
+
+    monkeypatch.setattr(FakeEngine, "start", start)
+    engine.scripts["good"].changed = ("blue",)
+    code, report, _, _ = bench("--drafter", "good")
+    assert code == 0
+    (difference,) = report["variants"][1]["greedy_equal"]["differences"]
+    assert difference["gap"] == pytest.approx(0.4) and "near_tie" not in difference
+
+
+def test_a_disk_that_fills_up_is_said_in_a_sentence(bench: Any, engine: type[FakeEngine], monkeypatch: Any):
+    original = Journal.add
+
+    def full(self: Journal, key: Any, block: Any) -> None:
+        if key[0] == "good":
+            raise OSError(28, "No space left on device")
+        original(self, key, block)
+
+    monkeypatch.setattr(Journal, "add", full)
+    code, report, _, err = bench("--drafter", "good")
+    assert code == 1 and report is None
+    assert "stopped by [Errno 28] No space left on device: mend it and give the same command" in err
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--drafter", "good", "--seed", "9" * 24], "is beyond 2147483647"),
+        (["--drafter", "good", "--repeats", "9" * 24], "is beyond 2147483647"),
+        (["--drafter", "good", "--key-file", "keys.yaml"], "--key-file is for engines that already run"),
+        (["--url", "http://[::1"], "is no address"),
+        (["--url", "http://localhost:99999999"], "is no address"),
+        (["--url", "http://localhost:8", "--num-steps", "2"], "keeps its draft steps"),
+    ],
+)
+def test_what_cannot_be_meant_starts_nothing(
+    bench: Any, engine: type[FakeEngine], capsys: Any, args: list[str], reason: str
+):
+    try:
+        code, _, _, err = bench(*args)
+    except SystemExit as end:  # argparse
+        code, err = end.code, capsys.readouterr().err
+    assert code == 2 and reason in err and engine.seen.starts == []
+
+
+def test_a_run_on_engines_of_others_that_was_killed_at_the_end_knows_its_target(
+    bench: Any, engine: type[FakeEngine], monkeypatch: Any, tmp_path: Path
+):
+    served = FakeEngine(None, "good")
+    served.start(lambda what: None)
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"api-key": FakeEngine.api_key, "admin-api-key": FakeEngine.admin_key}))
+    args = ["--url", f"good={served.url}", "--key-file", str(keys), "--temperature", "0.5"]
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "build_report", killed)
+            assert bench(*args)[0] == 130
+        code, report, _, _ = bench(*args)
+    finally:
+        served.stop()
+    assert code == 0 and report["provenance"]["resumed"] == 1
+    assert report["provenance"]["target"] == {"served_name": "fake", "path": "/elsewhere"}

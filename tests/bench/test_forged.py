@@ -78,7 +78,8 @@ def twice(report: Report) -> None:
 
 
 def another_baseline(report: Report) -> None:
-    report["variants"][0] = {**report["variants"][1], "drafter": "none", "greedy_equal": {"equal": 8, "total": 8}}
+    del report["variants"][1]["greedy_equal"]
+    report["variants"][0] = {**report["variants"][1], "drafter": "none"}
 
 
 EDITS: dict[str, tuple[Callable[[Report], None], str]] = {
