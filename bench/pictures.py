@@ -219,7 +219,8 @@ def _differences(report: Report, styles: Mapping[str, int]) -> list[str]:
 
 def _style_of(drafter: str, styles: Mapping[str, int]) -> int:
     """A series is named as its drafter is, which may itself hold commas, or after that by how it thinks."""
-    return next((style for name, style in styles.items() if f"{name}, ".startswith(f"{drafter}, ")), 0)
+    names = (drafter, *(f"{drafter}, thinking {way}" for way in ("default", "on", "off")))
+    return next((styles[name] for name in names if name in styles), 0)
 
 
 def _places(report: Report, styles: Mapping[str, int]) -> list[str]:

@@ -1,5 +1,6 @@
 """The page: whole, on its own, and with every figure of the report on it."""
 
+import json
 import re
 from html import escape
 from html.parser import HTMLParser
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.page import main, page, write_pages
-from bench.render import grids
+from bench.pictures import _style_of
+from bench.render import grids, markdown
 from bench.textfile import METRICS, textfile
 from drafter.costs import to_document, write_costs
 from drafter.report import check_report, write_report
@@ -204,3 +206,46 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_all_pages_are_written_whole(tmp_path: Path):
     write_pages(made_up(loads=(1,)), tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["report.html", "report.md", "report.prom"]
+
+
+@pytest.mark.parametrize("names", [("ngram:a=1", "ngram:a=1,b=2"), ("x, y", "x"), ("x", "x, thinking")])
+def test_a_difference_is_drawn_in_the_style_of_its_drafter(names: tuple[str, str]):
+    styles = {name: place for place, name in enumerate(names)}
+    assert [_style_of(name, styles) for name in names] == [0, 1]
+    thinking = {f"{name}, thinking on": place for place, name in enumerate(names)}
+    assert [_style_of(name, thinking) for name in names] == [0, 1]
+
+
+@given(name=st.text(min_size=1, max_size=20))
+@settings(max_examples=30, deadline=None)
+def test_no_name_breaks_the_markdown(name: str):
+    report = made_up(("none", "old"), loads=(4,))
+    for variant in report["variants"]:
+        if variant["drafter"] == "old":
+            variant["drafter"] = name
+    for row in report["comparisons"]:
+        row["a"], row["b"] = (name if each == "old" else each for each in (row["a"], row["b"]))
+    report["verdict"]["reasons"] = [name]
+    shown, plain = markdown(report), markdown(made_up(("none", "old"), loads=(4,)))
+    cells = [line.replace("\\|", "").count("|") for line in shown.split("\n") if line.startswith("| ")]
+    assert cells == [line.replace("\\|", "").count("|") for line in plain.split("\n") if line.startswith("| ")]
+    assert "<" not in "".join(line for line in shown.split("\n") if not line.startswith(("    ", "`")))
+
+
+def test_what_was_made_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_report(made_up(), tmp_path / "report.json")
+    assert main([str(tmp_path / "report.json"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert sorted(Path(path).name for path in made.values()) == ["report.html", "report.md", "report.prom"]
+    assert all(Path(path).is_file() for path in made.values())
+
+
+def test_costs_that_are_none_are_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report = made_up()
+    write_report(report, tmp_path / "report.json")
+    for variant in report["variants"]:
+        variant.pop("decode_step_ms", None)
+    for name, text in (("a.json", json.dumps(report)), ("b.json", "[]"), ("c.json", '{"kind": "step_cost"}')):
+        (tmp_path / name).write_text(text)
+        assert main([str(tmp_path / "report.json"), "--costs", str(tmp_path / name)]) == 1
+        assert capsys.readouterr().err.count("\n") == 1

@@ -250,3 +250,43 @@ def test_a_power_that_cannot_be_asked_for(wanted: float, power: float) -> None:
     found = difference(Counts(np.ones(4), np.ones(4)), Counts(np.ones(4), np.ones(4)), ["a"] * 4)
     with pytest.raises(StatsError, match="cannot be asked for"):
         prompts_needed(found, 4, wanted, power)
+
+
+def test_the_interval_by_brute_force() -> None:
+    """The same intervals from prompts drawn one by one, up to the noise of the draws."""
+    random = np.random.default_rng(5)
+    categories = ["a"] * 12 + ["b"] * 7 + ["c", "d", "e"]
+    size = len(categories)
+    a, b = (Counts(random.integers(0, 90, size).astype(float), np.full(size, 40.0)) for _ in range(2))
+    strata = [range(12), range(12, 22)]  # the three categories of one prompt go with the next smallest
+    drawn = []
+    for _ in range(6_000):
+        sums = np.zeros(4)
+        for members in strata:
+            places, count = list(members), len(members)
+            for place in random.choice(places, count - 1):
+                sums += np.array([a.accepted[place], a.steps[place], b.accepted[place], b.steps[place]]) * (
+                    count / (count - 1)
+                )
+        drawn.append(sums[2] / sums[3] - sums[0] / sums[1])
+    found = difference(a, b, categories)
+    assert found.value == pytest.approx(b.accepted.sum() / b.steps.sum() - a.accepted.sum() / a.steps.sum())
+    assert [found.low, found.high] == pytest.approx(
+        np.quantile(drawn, [0.025, 0.975]).tolist(), abs=0.06 * found.error * 2
+    )
+    assert found.error == pytest.approx(float(np.std(drawn)), rel=0.05)
+
+
+@given(st.dictionaries(st.text(), st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_by_its_definition(p_values: dict[str, float]) -> None:
+    """An adjusted p is the smallest level at which stepping down rejects its hypothesis."""
+    ordered = sorted(p_values, key=lambda name: p_values[name])
+    for name, adjusted in holm(p_values).items():
+        steps = ordered[: ordered.index(name) + 1]
+        level = max((len(ordered) - place) * p_values[each] for place, each in enumerate(steps))
+        assert adjusted == pytest.approx(min(1.0, level))
+
+
+def test_nothing_is_found_with_fewer_than_two_prompts() -> None:
+    same = Counts(np.full(8, 3.0), np.full(8, 4.0))
+    assert prompts_needed(difference(same, same, ["a"] * 8), 8) == 2

@@ -254,3 +254,11 @@ def test_the_hash_covers_what_is_asked_and_nothing_else(tmp_path: Path):
     (tmp_path / "deep").mkdir()
     for path in (tmp_path / "one.jsonl", tmp_path / "deep" / "two.jsonl"):
         assert prompts_sha256(load_prompts(write(path, *lines))) == hashes[0]
+
+
+@pytest.mark.parametrize("key", ["prompt", "id", "category"])
+def test_half_of_a_character_is_refused_before_anything_is_asked(tmp_path: Path, key: str):
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "id": "b", "category": "c", key: "owl \ud800"}) + "\n")
+    with pytest.raises(PromptError, match="line 1 holds half of a character"):
+        load_prompts(str(path))

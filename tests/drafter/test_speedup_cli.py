@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drafter import roofline
 from drafter.__main__ import main
 from drafter.costs import to_document, write_costs
 from drafter.public_points import points
@@ -138,3 +139,36 @@ def test_even_acceptance_goes_on_and_a_list_does_not():
     even = parse_acceptance("2.8@3")
     assert len(even) == 7 and 1 + sum(even[:3]) == pytest.approx(2.8)
     assert parse_acceptance("0.65,0.42,0.27") == [0.65, 0.42, 0.27]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--machine", "8xb200", "--model", "llama-3.1-8b"], "'kimi-eagle3-mla' does not fit llama-3.1-8b: it is for"),
+        (["--machine", "1xh100", "--model", "llama-3.1-8b", "--drafter", "kimi-mtp"], "does not fit llama-3.1-8b"),
+        (["--machine", "8xb200", "--drafter", "llama-8b-eagle3"], "does not fit kimi-k2.5-nvfp4: it is for llama"),
+        (["--context", "-5"], "--context is -5, expected a number of tokens"),
+        (["--context", "0"], "--context is 0, expected a number of tokens"),
+        (["--context", "nan"], "--context is nan, expected a number of tokens"),
+        (["--context", "inf"], "--context is inf, expected a number of tokens"),
+        (["--acceptance", ""], "--acceptance '': could not convert"),
+        (["--acceptance", "2.8@1000000000"], "1000000000 draft steps are more than any engine takes"),
+        (["--variant", "new"], "--variant names a drafter of a report: give --report"),
+        (["--costs", "costs.json", "--machine", "8xb200", "--context", "9"], "--machine, --context: of a machine on"),
+    ],
+)
+def test_flags_that_cannot_be_meant(args: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["speedup", *args]) != 0
+    shown = capsys.readouterr()
+    assert shown.out == "" and reason in shown.err and shown.err.count("\n") == 1
+
+
+def test_every_drafter_fits_some_model_or_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    table = roofline.data()
+    for drafter in table["drafters"]:
+        codes = [
+            main(["speedup", "--machine", "8xb200", "--model", model, "--drafter", drafter, "--json"])
+            for model in table["models"]
+        ]
+        shown = capsys.readouterr()
+        assert 0 in codes and shown.err.count("\n") == len(codes) - codes.count(0)
