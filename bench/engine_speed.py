@@ -28,6 +28,10 @@ REQUEST_TIMEOUT_S = 600.0
 WARM_UP_TOKENS = 8
 
 TEXT = """\
+examples:
+  python -m bench.engine_speed --runs 3
+  python -m bench.engine_speed --tokens 256 --json >speed.json
+
 each run takes another prompt of MT-Bench, so that no answer profits from a cached prompt
 ratio_vs_transformers: the median over the runs of (tokens/s of the engine) / (tokens/s of transformers)
 exit codes: 0 fine, 1 the engine failed, 2 usage, 130 interrupted

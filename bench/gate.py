@@ -28,6 +28,10 @@ Load = tuple[int, str]  # concurrency, thinking
 Decision = Literal["promote", "hold", "reject"]
 EXIT_CODES: dict[Decision, int] = {"promote": 0, "hold": 3, "reject": 4}
 TEXT = """\
+examples:
+  python -m bench.gate runs/new/report.json --policy policy.toml
+  python -m bench.gate report.json --policy policy.toml --json >verdict.json && echo promoted
+
 policy, as TOML; every key is optional but `drafter`:
   drafter = "new"                 the variant that is to be promoted
   incumbent = "old"               what it has to beat (default: nothing but no speculation)
@@ -43,6 +47,8 @@ policy, as TOML; every key is optional but `drafter`:
                                   mean may not drop against no speculation (path from the policy's folder)
   scores_margin = 0.0             how much it may drop
 
+A report whose figures are not what its requests give was edited and is refused, as is one of weights or an NGRAM corpus
+that have changed since; weights that are not on this machine hold.
 A drafter that changes what is sampled (--check-sampling) is rejected. Engines that the bench did not start hold.
 
 exit codes: 0 promote, 3 hold (not enough evidence), 4 reject, 1 the report is refused, 2 usage

@@ -29,6 +29,10 @@ from drafter.data.tensorwriter import Part, write_parts
 from drafter.report import command, machine
 
 TEXT = """\
+examples:
+  python -m bench.remap --small
+  python -m bench.remap --runs 5 --cold --json >remap.json
+
 ratio_vs_cp: the median over the runs of (seconds of the remap, its process included) / (seconds of cp --reflink=never
 and fsync of the same drafter), each pair one after the other
 --cold: both sides' files are dropped from the page cache before each measurement; else both are read before

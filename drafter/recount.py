@@ -37,8 +37,12 @@ def recount(report: Report, what: str) -> None:
         if "sampling" in variant:
             found = variant["sampling"]
             _same("sampling.differs", found["differs"], found["p_value"] < found["error_rate"], where)
+        _against(variant, plain.get(_load(variant)), where)
         if "greedy_equal" in variant:
             _greedy_equal(variant, plain.get(_load(variant)), where)
+
+    for index, row in enumerate(report.get("comparisons", [])):
+        _comparison(row, measured, f"{what}: comparisons[{index}]")
 
 
 def _load(variant: Mapping[str, Any]) -> tuple[int, str]:
@@ -87,6 +91,41 @@ def _speed(variant: Mapping[str, Any], where: str) -> None:
     busy = sum(request["seconds"] for request in requests)
     if busy > most * (1 + TOLERANCE):
         raise _edited(f"{where}: its requests took {busy:g} s, but its blocks leave them {most:g} s at the most")
+
+
+def _against(variant: Mapping[str, Any], plain: Mapping[str, Any] | None, where: str) -> None:
+    """What a variant says of itself and the baseline at its load."""
+    if "loses" in variant:
+        bounds = variant.get("speedup_ci95", [0.0, math.inf])
+        _same("loses", variant["loses"], bounds[1] < 1 if bounds[1] < 1 or bounds[0] > 1 else None, where)
+    if plain is None:
+        return
+    if "speedup" in variant:
+        counted = variant["tokens_per_second"] / plain["tokens_per_second"]
+        _same("speedup", variant["speedup"], counted, where)
+    if "step_cost" in variant and "verify_step_ms" in variant and "decode_step_ms" in plain:
+        _same("step_cost", variant["step_cost"], variant["verify_step_ms"] / plain["decode_step_ms"], where)
+
+
+def _comparison(row: Mapping[str, Any], measured: Requests, where: str) -> None:
+    """The difference and the ratio of two variants at one load."""
+    pair = []
+    for name in (row["a"], row["b"]):
+        found = [
+            variant
+            for variant in measured
+            if variant["drafter"] == name
+            and row.get("concurrency") in (None, variant["concurrency"])
+            and row.get("thinking") in (None, variant["thinking"])
+        ]
+        if len(found) != 1 or "acceptance_length" not in found[0]:
+            raise _edited(f"{where}: {name!r} has no acceptance length there")
+        pair += found
+    a, b = pair
+    counted = b["acceptance_length"] - a["acceptance_length"]
+    if not math.isclose(row["delta_acceptance_length"], counted, abs_tol=TOLERANCE):
+        _same("delta_acceptance_length", row["delta_acceptance_length"], counted, where)
+    _same("speedup", row["speedup"], b["tokens_per_second"] / a["tokens_per_second"], where)
 
 
 def _greedy_equal(variant: Mapping[str, Any], plain: Mapping[str, Any] | None, where: str) -> None:

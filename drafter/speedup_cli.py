@@ -54,6 +54,7 @@ Name the drafter three times in a profile and measure them side by side with ben
   [drafters.fixed]   path = "DIR"
   [drafters.own]     path = "DIR", adaptive = "adaptive.json"
   [drafters.sglang]  path = "DIR", adaptive = true
+exit codes: 0 fine, 1 a file, a name or a figure that will not do, 2 usage
 """
 
 

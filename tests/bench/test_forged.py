@@ -78,7 +78,8 @@ def twice(report: Report) -> None:
 
 
 def another_baseline(report: Report) -> None:
-    del report["variants"][1]["greedy_equal"]
+    for key in ("greedy_equal", "speedup", "loses"):
+        report["variants"][1].pop(key, None)
     report["variants"][0] = {**report["variants"][1], "drafter": "none"}
 
 
@@ -130,6 +131,28 @@ EDITS: dict[str, tuple[Callable[[Report], None], str]] = {
             },
         ),
         "'sampling.differs' is False",
+    ),
+    "its speed-up": (times("speedup", 1.1), "'speedup' is "),
+    "that it loses": (
+        lambda report: report["variants"][1].update(speedup_ci95=[1.1, 1.2], loses=True),
+        "'loses' is True",
+    ),
+    "that it wins": (
+        lambda report: report["variants"][1].update(speedup_ci95=[0.9, 1.2], loses=False),
+        "'loses' is False",
+    ),
+    "its step's cost": (times("step_cost", 0.9), "'step_cost' is "),
+    "a comparison": (
+        lambda report: report["comparisons"].append(
+            {"a": "good", "b": "good", "delta_acceptance_length": 0.1, "ci95": [0, 1], "p_adjusted": 0, "speedup": 1}
+        ),
+        "comparisons[0]: 'delta_acceptance_length' is 0.1",
+    ),
+    "a comparison of nobody": (
+        lambda report: report["comparisons"].append(
+            {"a": "none", "b": "good", "delta_acceptance_length": 0.1, "ci95": [0, 1], "p_adjusted": 0, "speedup": 1}
+        ),
+        "comparisons[0]: 'none' has no acceptance length there",
     ),
     "simulated": (lambda report: report.update(simulated=True), "was simulated"),
     "weights without a hash": (

@@ -311,6 +311,9 @@ def test_a_drafter_that_has_changed_since(tmp_path: Path, capsys: pytest.Capture
         ("x = [", "cannot be read"),
         ("incumbent = 'gone'", "has no variant 'gone', only none, old, new"),
         ("incumbent = 'none'", "did not speculate"),
+        ("incumbent = 'new'", "drafter and incumbent are both 'new'"),
+        ("margin = nan", "margin: "),
+        ("min_speedup = nan", "min_speedup: "),
         ("incumbent = 'old'\nmust_not_lose = ['maths']", "must_not_lose names ['maths']"),
     ],
 )
