@@ -199,7 +199,7 @@ def _read_object(file: Path, purpose: str) -> dict[str, Any]:
     if file.exists() and not file.is_file():
         raise DrafterError(f"drafter {file.parent}: {file} cannot be read (it is no plain file): copy it again.")
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise DrafterError(f"{file} is missing: {purpose}.") from None
     except (ValueError, RecursionError) as error:
@@ -207,6 +207,10 @@ def _read_object(file: Path, purpose: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DrafterError(f"{file} holds {found!r:.40}, expected a JSON object: copy it again.")
     return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _sha256(file: Path) -> str:

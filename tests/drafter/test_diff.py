@@ -209,7 +209,7 @@ def test_without_a_target_the_special_tokens_are_not_known(tmp_path: Path, capsy
     a = write_map(tmp_path / "a.safetensors", [0, 1])
     assert run(capsys, a, a)["missing_specials_a"] is None
     main(["diff", str(a), str(a)])
-    assert "give --target to see which special tokens it lacks" in capsys.readouterr().out
+    assert "to see which special tokens it lacks" in capsys.readouterr().out
 
 
 def test_vocab_forces_in_what_structures_an_answer(
