@@ -98,14 +98,14 @@ def _convert(args: argparse.Namespace, target: TargetFacts | None, stack: ExitSt
         path = Path(beside)
     try:
         source = read_source(path, args.map_format)
-    except (DrafterError, VocabError) as error:  # of a .bin, what lies beside is gone when this is read
+        folder = stack.enter_context(new_folder(args.out))
+        size = sum(span.nbytes for span in source.spans.values())
+        bar = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="write", disable=None, leave=False))
+        write_converted(source, args.to, folder, target, args.norm_output, bar.update)
+        if args.to != "speculators":
+            _sign(args, source, folder, target)
+    except (DrafterError, VocabError) as error:  # of a .bin: what was written beside is gone when this is read
         raise type(error)(str(error).replace(str(path), str(args.source))) from None
-    folder = stack.enter_context(new_folder(args.out))
-    size = sum(span.nbytes for span in source.spans.values())
-    bar = stack.enter_context(tqdm(total=size, unit="B", unit_scale=True, desc="write", disable=None, leave=False))
-    write_converted(source, args.to, folder, target, args.norm_output, bar.update)
-    if args.to != "speculators":
-        _sign(args, source, folder, target)
 
 
 def _sign(args: argparse.Namespace, source: Source, folder: Path, target: TargetFacts | None) -> None:

@@ -56,7 +56,8 @@ def likeness(head: Rows, rows: Ids, verifier: Rows, ids: Ids, progress: Progress
         norms_R, targets_R = (np.sqrt(np.einsum("rh,rh->r", x, x)) for x in (mine_RH, theirs_RH))
         dots_R = np.einsum("rh,rh->r", mine_RH, theirs_RH)
         known_R = (norms_R != 0) & (targets_R != 0)  # a NaN is known, and is told below
-        cosines.append((dots_R[known_R] / norms_R[known_R] / targets_R[known_R]).astype(np.float64))
+        with np.errstate(invalid="ignore"):
+            cosines.append((dots_R[known_R] / norms_R[known_R] / targets_R[known_R]).astype(np.float64))
         ratios.append((norms_R[known_R] / targets_R[known_R]).astype(np.float64))
     cosine_R, ratio_R = np.concatenate(cosines), np.concatenate(ratios)
     if not len(cosine_R):

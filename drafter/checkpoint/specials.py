@@ -143,5 +143,6 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(plain_bytes(file))
     except (OSError, ValueError, RecursionError) as error:
-        raise VocabError(f"{file} cannot be read ({error}): name the target's folder.") from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise VocabError(f"{file} cannot be read ({reason}): name the target's folder.") from None
     return found
