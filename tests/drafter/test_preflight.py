@@ -1,6 +1,7 @@
 """Every spoilt drafter is named by the right check or is harmless; nothing is executed, and nothing is a traceback."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -155,6 +156,30 @@ def test_force_passes_one_check_and_no_other(sound, tmp_path, capsys):
     assert "'finit' is no check: choose from architecture" in capsys.readouterr().err
     assert main([*command, "--force", "readable"]) == 1
     assert "nothing to hand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "forced", "unchecked"),
+    [
+        (
+            {"architectures": ["Eagle3OfTomorrow"]},
+            "architecture",
+            {"d2t-range", "finite", "tensors-missing", "vocab-size"},
+        ),
+        ({"hidden_size": 0}, "config-sizes", {"d2t-range", "finite", "tensors-missing", "vocab-size"}),
+        ({"num_aux_hidden_states": 4}, "aux-layers", {"d2t-range", "finite", "tensors-missing", "vocab-size"}),
+    ],
+)
+def test_what_a_forced_check_leaves_unchecked_is_said(sound, tmp_path, capsys, config, forced, unchecked):
+    """A NaN and a lost tensor behind an error that is forced past are not found: that must not look like soundness."""
+    target = write_target(tmp_path / "target")
+    write_config(sound, **config)
+    main(["preflight", str(sound), "--target", str(target)])
+    assert "not checked" not in capsys.readouterr().out
+    main(["preflight", str(sound), "--target", str(target), "--force", forced, "--force", "rope"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not checked: " in line]
+    assert [line.split()[0] for line in lines] == ["warning"]
+    assert unchecked <= set(re.findall(r"[\w-]+", lines[0])) and "rope" not in lines[0]
 
 
 def write_config(folder, **keys):
