@@ -178,7 +178,7 @@ def check_drafter(profile: Profile, drafter: ActiveDrafter, forced: Collection[s
         extra_args=tuple(engine.extra_args),
     )
     target = read_target(model) if is_local(profile.model_path) and (model / "config.json").is_file() else None
-    findings = preflight(Subject(drafter.folder, target, deployment))
+    findings = preflight(Subject(drafter.folder, target, deployment), forced)
     refuse(findings, forced)
     return findings
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from drafter.checkpoint import formats, shapes
 from drafter.checkpoint.findings import run_checks
-from drafter.checkpoint.folder import DrafterError, open_folder
+from drafter.checkpoint.folder import DrafterError, DrafterFolder, open_folder
 from drafter.checkpoint.formats import FormatError
 from drafter.checkpoint.maps import read_d2t
 from drafter.checkpoint.preflight import OF_THE_FOLDER, refuse
@@ -46,6 +46,7 @@ class Source:
     spans: dict[str, Span]
     target_ids: Ids | None
     target_vocab_size: int
+    folder: DrafterFolder
 
 
 def read_source(path: Path, map_format: str | None = None) -> Source:
@@ -53,7 +54,7 @@ def read_source(path: Path, map_format: str | None = None) -> Source:
     folder = open_folder(path)
     kind: Kind = "speculators" if "speculators_model_type" in folder.config else "flat"
     if kind == "flat":
-        refuse(run_checks(OF_THE_FOLDER, Subject(folder)), MENDED)
+        _refuse_faults(folder)
         size, architecture = folder.config["vocab_size"], folder.architecture
     else:
         size = (folder.config.get("transformer_layer_config") or {}).get("vocab_size")
@@ -72,7 +73,12 @@ def read_source(path: Path, map_format: str | None = None) -> Source:
         arrays = {end: np.array(map_tensors(span.file, [span.name])[span.name]) for end, span in maps.items() if span}
         mask = arrays["t2d"].astype(np.bool_) if "t2d" in arrays else None
         ids, _, _ = read_d2t(path, arrays["d2t"].astype(np.int64), mask, size, map_format)
-    return Source(path, kind, folder.config, spans, ids, size)
+    return Source(path, kind, folder.config, spans, ids, size, folder)
+
+
+def _refuse_faults(folder: DrafterFolder) -> None:
+    """A folder whose config is SGLang's must be sound by itself: what is converted would be as wrong, and look new."""
+    refuse(run_checks(OF_THE_FOLDER, Subject(folder)), MENDED)
 
 
 def flat_config(source: Source, target: TargetFacts | None, norm_output: NormOutput | None) -> dict[str, Any]:
@@ -84,7 +90,9 @@ def flat_config(source: Source, target: TargetFacts | None, norm_output: NormOut
         if not isinstance(inputs, list) or not all(type(layer) is int and layer >= 0 for layer in inputs):
             raise FormatError(f"{source.path / 'config.json'}: {formats.LAYERS_KEY} is {ids!r:.80}, expected layers.")
         _check_embedding(source, known)
-        return formats.from_speculators(source.config, formats.ids_of(inputs, known))
+        flat = formats.from_speculators(source.config, formats.ids_of(inputs, known))
+        _refuse_faults(replace(source.folder, config=flat))
+        return flat
     config = dict(source.config)
     if config.get("norm_output"):
         if norm_output is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,9 +17,9 @@ from drafter.checkpoint.convert import Source, needed, read_source, write_conver
 from drafter.checkpoint.diff_cli import add_map_format
 from drafter.checkpoint.eaglebin import is_eagle_bin, unpickle
 from drafter.checkpoint.folder import DrafterError
-from drafter.checkpoint.manifest import Manifest, new_folder, read_manifest, write_manifest
+from drafter.checkpoint.manifest import Manifest, new_folder, read_manifest, stopped_as_interrupted, write_manifest
 from drafter.checkpoint.subject import TargetFacts, read_target
-from drafter.checkpoint.vocab import DraftVocab
+from drafter.checkpoint.vocab import DraftVocab, VocabError
 from drafter.report import command, file_sha256
 
 INSPECT = """\
@@ -75,12 +76,27 @@ def run_inspect(args: argparse.Namespace) -> int:
 def run_convert(args: argparse.Namespace) -> int:
     """Write the folder, and what it is. Raises ValueError with a sentence for what a person must change."""
     target = read_target(args.target) if args.target else None
-    with ExitStack() as stack:
-        path = args.source
-        if is_eagle_bin(path):
-            beside = stack.enter_context(TemporaryDirectory(dir=_existing(args.out), prefix=".eagle-"))
-            unpickle(path, Path(beside), needed(target, "EAGLE names no captured layers"))
-            path = Path(beside)
+    try:
+        with stopped_as_interrupted(), ExitStack() as stack:
+            _convert(args, target, stack)
+    except KeyboardInterrupt:
+        print("convert: interrupted; nothing was left behind.", file=sys.stderr)
+        return 130
+    found = summary.summarise(args.out)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print(summary.render(found, tensors=False))
+    return 0
+
+
+def _convert(args: argparse.Namespace, target: TargetFacts | None, stack: ExitStack) -> None:
+    path = args.source
+    if is_eagle_bin(path):
+        beside = stack.enter_context(TemporaryDirectory(dir=_existing(args.out), prefix=".eagle-"))
+        unpickle(path, Path(beside), needed(target, "EAGLE names no captured layers"))
+        path = Path(beside)
+    try:
         source = read_source(path, args.map_format)
         folder = stack.enter_context(new_folder(args.out))
         size = sum(span.nbytes for span in source.spans.values())
@@ -88,12 +104,8 @@ def run_convert(args: argparse.Namespace) -> int:
         write_converted(source, args.to, folder, target, args.norm_output, bar.update)
         if args.to != "speculators":
             _sign(args, source, folder, target)
-    found = summary.summarise(args.out)
-    if args.json:
-        print(json.dumps(found))
-    else:
-        print(summary.render(found, tensors=False))
-    return 0
+    except (DrafterError, VocabError) as error:  # of a .bin: what was written beside is gone when this is read
+        raise type(error)(str(error).replace(str(path), str(args.source))) from None
 
 
 def _sign(args: argparse.Namespace, source: Source, folder: Path, target: TargetFacts | None) -> None:

@@ -149,7 +149,7 @@ def _verdict(found: Diff) -> str:
 
 def _lacking(name: str, lacking: list[Special] | None) -> list[str]:
     if lacking is None:
-        return [f"{name}: give --target to see which special tokens it lacks"]
+        return [f"{name}: give --target, a folder with tokenizer.json, to see which special tokens it lacks"]
     if not lacking:
         return [f"{name} lacks no special token"]
     kinds = {kind: [each for each in lacking if each.kind == kind] for kind in COSTS}
@@ -160,16 +160,28 @@ def _lacking(name: str, lacking: list[Special] | None) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class _Pairs:
+    """A JSON object in which a name may occur twice."""
+
+    of: list[tuple[str, Any]]
+
+
 def read_counts(file: Path, size: int | None) -> Ids:
     """Token counts, int64 [V]: a JSON list by id, a JSON object `{id: count}`, or lines `id count`.
 
-    `size` is V; None takes what the file has. Raises VocabError.
+    An id that occurs twice is counted twice. `size` is V; None takes what the file has. Raises VocabError.
     """
     try:
         text = file.read_text("utf-8")
-        found = json.loads(text) if file.suffix == ".json" else dict(line.split() for line in text.splitlines() if line)
-        pairs = list(enumerate(found)) if isinstance(found, list) else [(int(token), n) for token, n in found.items()]
-        ids, counts = (np.array([int(pair[at]) for pair in pairs], dtype=np.int64) for at in (0, 1))
+        if file.suffix == ".json":
+            found = json.loads(text, object_pairs_hook=_Pairs)
+            pairs = [(int(token), n) for token, n in found.of] if isinstance(found, _Pairs) else list(enumerate(found))
+        else:
+            pairs = [(int(token), int(n)) for token, n in (line.split() for line in text.splitlines() if line.strip())]
+        if any(type(n) is not int for _, n in pairs):
+            raise ValueError("a count is no whole number")
+        ids, counts = (np.array([pair[at] for pair in pairs], dtype=np.int64) for at in (0, 1))
         length = size if size is not None else int(ids.max()) + 1
         if ids.min() < 0 or counts.min() < 0 or length > MOST_TOKENS:
             raise ValueError(f"ids from {ids.min()} to {ids.max()}, counts from {counts.min()}")

@@ -56,7 +56,7 @@ def run_diff(args: argparse.Namespace) -> int:
     given = target_vocab_size(args.target) if args.target else None
     a, b = (read_map(path, args.map_format, given) for path in (args.a, args.b))
     size = agreed_size(args.a, {str(args.a): a.target_vocab_size, str(args.b): b.target_vocab_size})
-    specials = target_specials(args.target) if args.target else known_specials(size)
+    specials = target_specials(args.target, given) if args.target else known_specials(size)
     found = compare(a, b, _counts(args.counts, size), specials)
     print(json.dumps(found.as_json()) if args.json else describe(found))
     return 0

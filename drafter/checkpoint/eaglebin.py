@@ -17,6 +17,7 @@ from drafter.checkpoint.subject import TargetFacts
 from drafter.data.tensorfile import write_tensors
 
 WEIGHTS = "pytorch_model.bin"
+KINDS = ("float16", "bfloat16", "float32", "int64", "int32", "uint8", "bool")
 
 
 def is_eagle_bin(folder: Path) -> bool:
@@ -57,11 +58,17 @@ def unpickle(folder: Path, into: Path, target: TargetFacts) -> None:
     config.setdefault("draft_vocab_size", config.get("vocab_size"))
     config.setdefault("eagle_config", {formats.LAYERS_KEY: layers, "use_aux_hidden_state": True})
     (into / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-    write_tensors(into / "model.safetensors", {str(name): _array(torch, tensor) for name, tensor in found.items()})
+    write_tensors(into / "model.safetensors", {str(name): _array(torch, str(name), x) for name, x in found.items()})
 
 
-def _array(torch: Any, tensor: Any) -> np.ndarray:
-    """A tensor as numpy has it; uint16 is bfloat16."""
+def _array(torch: Any, name: str, tensor: Any) -> np.ndarray:
+    """A tensor as numpy has it; uint16 is bfloat16. Raises DrafterError for one that no drafter here is made of."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind not in KINDS or tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise DrafterError(
+            f"{WEIGHTS}: {name:.80} is {kind} ({tensor.layout} on {tensor.device}), expected numbers of "
+            f"{', '.join(KINDS)}: save it again as fp16."
+        )
     whole = tensor.detach().contiguous()
     found: np.ndarray = whole.view(torch.uint16).numpy() if whole.dtype == torch.bfloat16 else whole.numpy()
     return found

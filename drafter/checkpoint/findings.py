@@ -51,13 +51,21 @@ def info(found: str, expected: str, fix: str) -> Finding:
     return Finding("info", found, expected, fix)
 
 
-def run_checks(checks: Sequence[Check[Subject]], subject: Subject) -> list[Finding]:
-    """Every finding, in the order of the checks."""
+def run_checks(checks: Sequence[Check[Subject]], subject: Subject, forced: Collection[str] = ()) -> list[Finding]:
+    """Every finding, in the order of the checks; and what the errors that are forced past leave unchecked."""
     findings: list[Finding] = []
+    unchecked: dict[str, list[str]] = {}
     for check in checks:
         failed = {finding.check for finding in findings if finding.severity == "error"}
         if not failed.intersection(check.after):
             findings += [replace(finding, check=check.name) for finding in check.run(subject)]
+        for name in sorted(failed.intersection(check.after, forced)):
+            unchecked.setdefault(name, []).append(check.name)
+    for name, others in unchecked.items():
+        said = warning(
+            f"not checked: {', '.join(others)}", f"{name} to hold, without which they cannot be", f"mend {name}"
+        )
+        findings.append(replace(said, check=name))
     return findings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 from drafter.checkpoint import shapes
@@ -15,6 +16,7 @@ from drafter.checkpoint.subject import Subject
 # Attention backends of SGLang 0.5.23 for latent attention alone (`layers/attention/attention_registry.py`); on
 # Blackwell a DeepSeek or Kimi target gets the first by default, and the drafter inherits it.
 MLA_BACKENDS = ("trtllm_mla", "cutlass_mla", "cutedsl_mla", "flashmla", "tokenspeed_mla")
+LARGEST = 1e300  # above it no rope has a theta, and a whole number may be no float
 NEEDS_FULL_VOCABULARY = ("--speculative-use-rejection-sampling", "--speculative-use-block-verification")
 
 
@@ -106,7 +108,11 @@ def rope(subject: Subject) -> Iterator[Finding]:
     """A drafter turns its positions as it was trained to; most were trained to do it as their target does."""
     assert subject.target
     found, wanted = rotary(subject.config), rotary(subject.target.config)
-    if found != wanted:
+    if not 0 < found[0] < inf:
+        yield error(
+            f"{subject.config_file}: rope_theta is {found[0]:g}", "a number above 0", "take it from the training run"
+        )
+    elif found != wanted:
         yield warning(
             f"{subject.config_file}: rope is {_rope_shown(found)}, the target's is {_rope_shown(wanted)}",
             "the rope that the drafter was trained with",
@@ -229,7 +235,7 @@ def rotary(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     kind = scaling.pop("type", scaling.pop("rope_type", "default"))
     scaling.pop("rope_type", None)
     return (
-        float(theta) if isinstance(theta, int | float) else 10000.0,
+        (float(theta) if abs(theta) < LARGEST else inf) if isinstance(theta, int | float) else 10000.0,
         {} if kind == "default" else {"type": kind, **scaling},
     )
 

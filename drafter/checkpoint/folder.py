@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def _read_object(file: Path, purpose: str) -> dict[str, Any]:
     if file.exists() and not file.is_file():
         raise DrafterError(f"drafter {file.parent}: {file} cannot be read (it is no plain file): copy it again.")
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes(), parse_float=_finite, parse_int=_whole, parse_constant=_finite)
     except FileNotFoundError:
         raise DrafterError(f"{file} is missing: {purpose}.") from None
     except (ValueError, RecursionError) as error:
@@ -207,6 +208,18 @@ def _read_object(file: Path, purpose: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DrafterError(f"{file} holds {found!r:.40}, expected a JSON object: copy it again.")
     return found
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    if not isfinite(found):
+        raise ValueError(f"{text:.40} is no number")
+    return found
+
+
+def _whole(text: str) -> int:
+    _finite(text)  # nothing has a size that is beyond a float
+    return int(text)
 
 
 def _sha256(file: Path) -> str:

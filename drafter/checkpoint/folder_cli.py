@@ -56,7 +56,7 @@ def run_preflight(args: argparse.Namespace) -> int:
     except DrafterError as unreadable:
         sha256, findings = None, [_unreadable(str(unreadable))]
     else:
-        sha256, findings = folder.sha256, preflight(Subject(folder, target, deployment))
+        sha256, findings = folder.sha256, preflight(Subject(folder, target, deployment), args.force)
     stopped = in_the_way(findings, args.force)
     if args.json:
         print(

@@ -18,6 +18,7 @@ from drafter.checkpoint.vocab import Ids, VocabError
 INITS = ("verifier", "scaled", "ridge")
 # A copied row counts for what it points at. Below this the bases differ more than a scale can mend.
 ALIKE = 0.8
+UNRELATED = 0.1  # what rows of different tokens have: a head in another basis, or a map that is not its own
 SAME_NORM = 0.1  # norms this near to the verifier's need no scale
 RIDGE = 1e-4  # of the mean square of the verifier's shared rows
 
@@ -54,8 +55,9 @@ def likeness(head: Rows, rows: Ids, verifier: Rows, ids: Ids, progress: Progress
     for mine_RH, theirs_RH in _pairs(head, rows, verifier, ids, progress):
         norms_R, targets_R = (np.sqrt(np.einsum("rh,rh->r", x, x)) for x in (mine_RH, theirs_RH))
         dots_R = np.einsum("rh,rh->r", mine_RH, theirs_RH)
-        known_R = (norms_R > 0) & (targets_R > 0)
-        cosines.append((dots_R[known_R] / norms_R[known_R] / targets_R[known_R]).astype(np.float64))
+        known_R = (norms_R != 0) & (targets_R != 0)  # a NaN is known, and is told below
+        with np.errstate(invalid="ignore"):
+            cosines.append((dots_R[known_R] / norms_R[known_R] / targets_R[known_R]).astype(np.float64))
         ratios.append((norms_R[known_R] / targets_R[known_R]).astype(np.float64))
     cosine_R, ratio_R = np.concatenate(cosines), np.concatenate(ratios)
     if not len(cosine_R):
@@ -80,10 +82,16 @@ def describe(found: Likeness) -> str:
     if found.mean_cosine is None:
         reason = "they differ in width" if found.shared else "they share no token"
         return f"the drafter's head and the verifier's cannot be compared ({reason}): --init {found.recommended}"
-    return (
+    said = (
         f"mean cosine {found.mean_cosine:.3f} between the drafter's head and the verifier's on {found.shared:,} shared "
         f"rows, norms x{found.norm_ratio:.3f}: --init {found.recommended} is recommended"
     )
+    if abs(found.mean_cosine) < UNRELATED:
+        said += (
+            ". Rows of other tokens look like this: if lm_head began as the verifier's, the map is not the one that it "
+            "was trained under, which --rows-vocab names"
+        )
+    return said
 
 
 def make_init(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from drafter.checkpoint.folder import DrafterError
-from drafter.data.tensorfile import array_part
+from drafter.data.tensorfile import array_part, plain_bytes
 from drafter.data.tensorwriter import sync_folder, write_parts
 from drafter.report import file_sha256
 
@@ -52,24 +56,65 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, np.nda
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `folder` when the block ends and is removed when it fails or is interrupted.
 
-    Raises DrafterError where `folder` exists already.
+    It lies beside `folder` as .NAME.tmp, and is locked: what a killed process left there is removed, what another
+    process is filling is not. Raises DrafterError where `folder` exists already, or is being written.
     """
-    if folder.exists():
+    if folder.name == ".." or os.path.lexists(folder):  # a link that leads nowhere is in the way too
         raise DrafterError(f"{folder} exists already: name another folder, or remove it first.")
     made = [parent for parent in folder.absolute().parents if not parent.exists()]
-    beside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a process that was killed
+    beside = folder.with_name(f".{folder.name}.tmp")
+    lock, ours = None, False
     try:
-        beside.mkdir(parents=True)
+        beside.mkdir(parents=True, exist_ok=True)
+        lock = os.open(beside, os.O_RDONLY)
+        _take(lock, folder, beside)
+        ours = True
+        for left in beside.iterdir():
+            left.unlink()
         yield beside
         beside.rename(folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        for parent in made:
+        if ours:
+            shutil.rmtree(beside, ignore_errors=True)
+        for empty in (beside, *made):
             with suppress(OSError):
-                parent.rmdir()
+                empty.rmdir()
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
     sync_folder(folder.parent)
+
+
+def _take(lock: int, folder: Path, beside: Path) -> None:
+    """Raises DrafterError where another process fills the folder, or has just finished it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = not beside.exists() or beside.stat().st_ino != os.fstat(lock).st_ino
+    except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks: Lustre, some NFS
+        taken = False
+    if taken:
+        raise DrafterError(f"{folder} is being written by another process: wait for it, or name another.")
+
+
+@contextmanager
+def stopped_as_interrupted() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, clean up as Ctrl-C does; one that is ignored stays so."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    mine = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in mine:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, before[number])
 
 
 def write_manifest(folder: Path, manifest: Manifest, weights_sha256: str) -> None:
@@ -93,7 +138,7 @@ def write_manifest(folder: Path, manifest: Manifest, weights_sha256: str) -> Non
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """eyas.json of a drafter folder; None for a foreign one, which has none. Raises DrafterError where it is broken."""
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        found = json.loads(plain_bytes(folder / MANIFEST))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:

@@ -156,6 +156,13 @@ def special_tokens(subject: Subject) -> Iterator[Finding]:
     ids = target_ids(subject)
     if subject.target is None or ids is None:
         return
+    if subject.target.specials is None:
+        yield info(
+            f"target {subject.target.path} does not name its special tokens",
+            "tokenizer.json, or a tokenizer_config.json with added_tokens_decoder",
+            "put the target's tokenizer.json there to have them looked for",
+        )
+        return
     lacking = missing(subject.target.specials, ids)
     for kind in dict.fromkeys(special.kind for special in lacking):
         tokens = [special.token for special in lacking if special.kind == kind]

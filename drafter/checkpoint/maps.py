@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter.checkpoint.vocab import DraftVocab, Ids, VocabError
-from drafter.data.tensorfile import TensorFileError, map_tensors, tensor_names
+from drafter.data.tensorfile import TensorFileError, map_tensors, plain_bytes, tensor_names
 
 MAP_FORMATS = ("offset", "absolute")
 FLAG = "--map-format"
@@ -181,7 +181,7 @@ def _read_folder(folder: Path, map_format: str | None, sizes: dict[str, int | No
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(plain_bytes(file))
     except (ValueError, RecursionError) as error:
         raise VocabError(f"{file} is not JSON ({error}): copy it again.") from None
     if not isinstance(found, dict):
@@ -214,7 +214,8 @@ def _one_tensor(source: Path, files: Sequence[Path], end: str) -> np.ndarray | N
     """The tensor of that name, by memory map."""
     named = [(file, name) for file in files for name in tensor_names(file) if f".{name}".endswith(f".{end}")]
     if len(named) > 1:
-        raise VocabError(f"{source} has {len(named)} tensors named {end}, expected one: export it again.")
+        where = ", ".join(f"{name} in {file.name}" for file, name in named)
+        raise VocabError(f"{source} has {len(named)} tensors named {end} ({where}), expected one: remove the others.")
     return map_tensors(named[0][0], [named[0][1]])[named[0][1]] if named else None
 
 

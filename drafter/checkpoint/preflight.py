@@ -72,12 +72,15 @@ NAMES = tuple(
 )
 
 
-def preflight(subject: Subject) -> list[Finding]:
-    """Every finding about a drafter; the checks of a target or a profile that is not given are left out."""
+def preflight(subject: Subject, forced: Collection[str] = ()) -> list[Finding]:
+    """Every finding about a drafter; the checks of a target or a profile that is not given are left out.
+
+    `forced` changes no finding, but what its errors leave unchecked is said.
+    """
     checks = OF_THE_FOLDER + OF_THE_VALUES
     checks += OF_THE_TARGET if subject.target else ()
     checks += OF_THE_PROFILE if subject.deployment else ()
-    return run_checks(checks + OF_BOTH, subject)
+    return run_checks(checks + OF_BOTH, subject, forced)
 
 
 def read_folder(path: Path) -> DrafterFolder:

@@ -20,10 +20,10 @@ from drafter.checkpoint.headstart import Init
 from drafter.checkpoint.maps import ReadMap
 from drafter.checkpoint.rows import Rows, from_float32
 from drafter.checkpoint.vocab import DraftVocab, Ids, VocabError
-from drafter.data.tensorfile import Span, array_part, file_metadata, span_chunks, tensor_spans
+from drafter.data.tensorfile import Span, array_part, file_metadata, plain_bytes, span_chunks, tensor_spans
 from drafter.data.tensorwriter import Part, write_parts
 
-HEAD = "lm_head.weight"
+HEAD, FC = "lm_head.weight", "fc.weight"
 CHECKPOINT, BEST, LOG = "checkpoint.safetensors", "best.safetensors", "log.jsonl"  # of a run, as training writes them
 MOMENTS = "adamw."
 
@@ -116,12 +116,17 @@ def open_source(path: Path) -> Source:
         config = _read_config(config_file)
     opened = {file: tensor_spans(file) for file in files}
     heads = [span for spans in opened.values() for name, span in spans.items() if _is_head(name)]
-    if len(heads) != len(files) if is_run else len(heads) != 1:
+    names = [name for spans in opened.values() for name in spans]
+    if not is_run and not any(_is(name, FC) for name in names):
+        raise RemapError(f"{path} has no tensor named {FC}, as each EAGLE-3 drafter has: name the drafter's folder.")
+    if len(heads) > len(files) if is_run else len(heads) > 1:
+        where = ", ".join(dict.fromkeys(span.file.name for span in heads))
+        raise RemapError(f"{path} has {len(heads)} tensors named {HEAD} ({where}): remove what does not belong.")
+    if len(heads) < len(files) if is_run else not heads:
         raise RemapError(
             f"{path} has {len(heads)} tensors named {HEAD}, expected one: a drafter that shares the target's head has "
             "no rows to move."
         )
-    names = [name for spans in opened.values() for name in spans]
     repeated = next((name for name, count in Counter(names).items() if count > 1), None)
     if repeated and not is_run:
         raise RemapError(f"{path} has {repeated} in two files: remove the one that does not belong.")
@@ -147,7 +152,7 @@ def _check_head(path: Path, config: Mapping[str, Any], head: Span, names: Iterab
 
 def _read_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_bytes())
+        config = json.loads(plain_bytes(file))
     except (ValueError, RecursionError) as error:
         raise RemapError(f"{file} is not JSON ({error}): copy it again.") from None
     if not isinstance(config, dict):

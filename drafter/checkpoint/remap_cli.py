@@ -6,20 +6,25 @@ import argparse
 import json
 import queue
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
 from drafter.checkpoint.diff_cli import add_map_format
 from drafter.checkpoint.headstart import INITS, Likeness, describe, likeness, make_init
-from drafter.checkpoint.manifest import Manifest, new_folder, read_manifest, write_manifest
+from drafter.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    new_folder,
+    read_manifest,
+    stopped_as_interrupted,
+    write_manifest,
+)
 from drafter.checkpoint.maps import ReadMap, agreed_size, read_map
 from drafter.checkpoint.remap import Move, RemapError, Source, open_source, plan_move, write_drafter, write_run
 from drafter.checkpoint.rows import Rows
@@ -72,7 +77,7 @@ def add_remap(commands: Any) -> None:
 def run_remap(args: argparse.Namespace) -> int:
     """Compare the heads, move the rows, report. Raises ValueError with a sentence for what a person must change."""
     try:
-        with _terminated_as_interrupted(), ExitStack() as stack:
+        with stopped_as_interrupted(), ExitStack() as stack:
             found = _remap(args, stack)
     except KeyboardInterrupt:
         print("remap: interrupted; nothing was left behind.", file=sys.stderr)
@@ -122,6 +127,12 @@ def _plan(args: argparse.Namespace, source: Source, verifier: Rows) -> tuple[Rea
             "give the map that the rows were trained under as --rows-vocab."
         )
     before, after = old.sorted(size)[0], new.sorted(size)[0]
+    named = None if source.is_run else (read_manifest(source.path) or {}).get("vocab_hash")
+    if named and before.hash != named:
+        raise RemapError(
+            f"{old.source} has the vocabulary {before.hash[:16]}, but {source.path / MANIFEST} says that lm_head was "
+            f"trained under {named!s:.16}: give that map as --rows-vocab, or remove {MANIFEST} if it is wrong."
+        )
     if source.vocab_hash is not None and (before.hash != source.vocab_hash or not old.ascending):
         raise RemapError(
             f"{args.source} was trained under the vocabulary {source.vocab_hash[:16]}, {old.source} is "
@@ -208,20 +219,6 @@ class _Background:
         if error is not None:
             raise error
         return value
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM cleans up as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -72,5 +72,16 @@ class Rows:
 
 
 def from_float32(x_RH: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Finite float32 rounded to a matrix's own type: the other way of `to_float32`."""
-    return to_bf16(x_RH) if dtype == np.uint16 else x_RH.astype(dtype)
+    """Finite float32 rounded to a matrix's own type: the other way of `to_float32`.
+
+    Raises TensorFileError where a number is beyond that type.
+    """
+    with np.errstate(over="ignore"):
+        found = to_bf16(x_RH) if dtype == np.uint16 else x_RH.astype(dtype)
+    if not np.isfinite(to_float32(found)).all():
+        kind = "BF16" if dtype == np.uint16 else dtype.name
+        raise TensorFileError(
+            f"rows that are made reach {np.abs(x_RH).max():.3g}, beyond {kind}, the type of the matrix: give a "
+            "drafter in bf16 or fp32, or another --init."
+        )
+    return found

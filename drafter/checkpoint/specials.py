@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.checkpoint.vocab import Ids, VocabError
+from drafter.data.tensorfile import plain_bytes
 
 # The first kind whose pattern is found in a token's text.
 KINDS = {
@@ -44,6 +45,10 @@ KIMI = {
 }
 
 
+class NoAddedTokens(VocabError):
+    """A tokenizer of a kind whose files here do not name its added tokens."""
+
+
 @dataclass(frozen=True)
 class Special:
     """One token of a kind in KINDS."""
@@ -71,9 +76,17 @@ def known_specials(target_vocab_size: int | None) -> list[Special] | None:
     return specials_of(KIMI.items()) if target_vocab_size == KIMI_VOCAB else None
 
 
-def target_specials(folder: Path) -> list[Special]:
-    """The specials of a target folder's tokenizer. Raises VocabError."""
-    return specials_of((token["id"], token["content"]) for token in added_tokens(folder))
+def target_specials(folder: Path, vocab_size: int | None) -> list[Special] | None:
+    """The specials of a target folder's tokenizer; where it names none, those known by the size of its vocabulary.
+
+    None where neither tells. Raises VocabError for a tokenizer that cannot be read.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return known_specials(vocab_size)
+    try:
+        return specials_of((token["id"], token["content"]) for token in added_tokens(folder))
+    except NoAddedTokens:
+        return known_specials(vocab_size)
 
 
 def missing(specials: Iterable[Special], target_ids: Ids) -> list[Special]:
@@ -98,7 +111,10 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
             found = read_json(file).get("added_tokens", [])
         else:
             file = folder / "tokenizer_config.json"
-            found = [{"id": int(number)} | token for number, token in read_json(file)["added_tokens_decoder"].items()]
+            named = read_json(file).get("added_tokens_decoder")
+            if named is None:
+                raise NoAddedTokens(f"{file} has no added_tokens_decoder: put the target's tokenizer.json beside it.")
+            found = [{"id": int(number)} | token for number, token in named.items()]
         return [
             {
                 "id": int(token["id"]),
@@ -125,7 +141,8 @@ def target_vocab_size(folder: Path) -> int:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON file of a target. Raises VocabError."""
     try:
-        found: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        found: dict[str, Any] = json.loads(plain_bytes(file))
     except (OSError, ValueError, RecursionError) as error:
-        raise VocabError(f"{file} cannot be read ({error}): name the target's folder.") from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise VocabError(f"{file} cannot be read ({reason}): name the target's folder.") from None
     return found

@@ -84,8 +84,14 @@ def config_sizes(subject: Subject) -> Iterator[Finding]:
 
 def tied_head(subject: Subject) -> Iterator[Finding]:
     """A tied head is the target's whole embedding."""
-    config = subject.config
-    if config.get("tie_word_embeddings") is True and config.get("draft_vocab_size") not in (None, config["vocab_size"]):
+    config, tied = subject.config, subject.config.get("tie_word_embeddings")
+    if tied is not None and type(tied) is not bool:
+        yield error(
+            f"{subject.config_file}: 'tie_word_embeddings' is {tied!r:.40}, which SGLang takes as {bool(tied)}",
+            "true or false",
+            "set it to false if lm_head is the drafter's own",
+        )
+    elif tied and config.get("draft_vocab_size") not in (None, config["vocab_size"]):
         yield error(
             f"{subject.config_file}: 'tie_word_embeddings' makes the target's embedding of {config['vocab_size']:,} "
             f"rows the head, but 'draft_vocab_size' is {config['draft_vocab_size']:,}",

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from drafter.checkpoint.folder import DrafterError, DrafterFolder
-from drafter.checkpoint.specials import Special, known_specials, target_specials
+from drafter.checkpoint.specials import Special, target_specials
 from drafter.checkpoint.vocab import VocabError
 from drafter.data.target import TOKENIZERS
+from drafter.data.tensorfile import plain_bytes
 
 # What SGLang 0.5.23 does with layer ids depends on the target's class: DeepSeek's takes them as inputs of layers
 # (`models/deepseek_v2.py`), unless the first is 1; the others take them as outputs (`models/llama.py`).
@@ -20,14 +21,16 @@ INPUT_TO_LAYER = ("Deepseek", "KimiK2")
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a target's folder says about itself. `config` is the text model's; sizes are None where it is silent."""
+    """What a target's folder says about itself. `config` is the text model's; sizes and specials are None
+    where it is silent.
+    """
 
     path: Path
     config: dict[str, Any]
     architecture: str
     config_sha256: str
     tokenizer_sha256: str | None
-    specials: list[Special]
+    specials: list[Special] | None
 
     def size(self, key: str) -> int | None:
         """A whole number of the config, or None."""
@@ -82,7 +85,7 @@ class Subject:
 def read_target(folder: Path) -> TargetFacts:
     """Raises DrafterError where the folder holds no model's config, VocabError where its tokenizer cannot be read."""
     try:
-        raw = (folder / "config.json").read_bytes()
+        raw = plain_bytes(folder / "config.json")
         whole = json.loads(raw)
         config = whole.get("text_config") or whole
         names = whole.get("architectures") or [""]
@@ -92,7 +95,7 @@ def read_target(folder: Path) -> TargetFacts:
             str(names[0]),
             hashlib.sha256(raw).hexdigest(),
             _tokenizer_sha256(folder),
-            _specials(folder, config),
+            target_specials(folder, config.get("vocab_size")),
         )
     except OSError as error:
         raise DrafterError(
@@ -114,10 +117,3 @@ def read_target(folder: Path) -> TargetFacts:
 def _tokenizer_sha256(folder: Path) -> str | None:
     file = next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
     return hashlib.sha256(file.read_bytes()).hexdigest() if file else None
-
-
-def _specials(folder: Path, config: dict[str, Any]) -> list[Special]:
-    """The tokens that structure its answers: by its tokenizer, or by the size of its vocabulary where that is known."""
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return target_specials(folder)
-    return known_specials(config.get("vocab_size")) or []

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
-from drafter.data.tensorfile import array_part
+from drafter.data.tensorfile import TensorFileError, array_part, map_tensors
 from drafter.data.tensorwriter import write_parts
 
 Ids = NDArray[np.int64]
@@ -140,9 +138,15 @@ class DraftVocab:
     def load(cls, file: Path) -> DraftVocab:
         """Read what `save` wrote. Raises VocabError."""
         try:
-            tensors = load_file(file)
-            return cls.from_tensors(tensors["d2t"], tensors["t2d"], len(tensors["t2d"]))
-        except FileNotFoundError:
-            raise VocabError(f"{file} does not exist: make it with `python -m drafter vocab`.") from None
-        except (OSError, SafetensorError, KeyError) as error:
+            if not file.exists():
+                raise VocabError(f"{file} does not exist: make it with `python -m drafter vocab`.")
+            tensors = map_tensors(file, ("d2t", "t2d"))
+            d2t, t2d = tensors["d2t"], tensors["t2d"]
+            if d2t.dtype not in (np.int64, np.int32) or d2t.ndim != 1 or t2d.dtype != np.bool_ or t2d.ndim != 1:
+                raise VocabError(
+                    f"{file} is not a draft vocabulary: d2t is {d2t.dtype} {list(d2t.shape)} and t2d {t2d.dtype} "
+                    f"{list(t2d.shape)}, expected integers [U] and booleans [V]: make it again."
+                )
+            return cls.from_tensors(d2t, np.array(t2d), len(t2d))
+        except (OSError, TensorFileError, KeyError) as error:
             raise VocabError(f"{file} is not a draft vocabulary ({error}): make it again.") from None

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drafter.data.tensorfile import Span, TensorFileError, span_chunks, tensor_names, tensor_spans
+from drafter.data.tensorfile import Span, TensorFileError, plain_bytes, span_chunks, tensor_names, tensor_spans
 from drafter.report import file_sha256
 
 TARGET_HASHES = ("config_sha256", "tokenizer_sha256", "lm_head_sha256")
@@ -65,11 +65,11 @@ def output_head(folder: Path) -> Span:
     opened, no other. Raises TargetError.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = json.loads(plain_bytes(folder / "config.json"))
         return _find_head(folder, _is_tied(config))
     except OSError as error:
         raise TargetError(
-            f"{folder / 'config.json'} cannot be read ({error.strerror}): give the folder that holds the target's "
+            f"{error.filename or folder} cannot be read ({error.strerror}): give the folder that holds the target's "
             "weights."
         ) from None
     except TensorFileError as error:
@@ -90,10 +90,26 @@ def _find_head(folder: Path, tied: bool) -> Span:
             raise TargetError(f"{folder} has {len(found)} tensors named {end} ({', '.join(found)}), expected one.")
         if found:
             file = names[found[0]]
+            if not file.is_file():
+                raise TargetError(
+                    f"{folder / INDEX} says that {found[0]} is in {file.name}, which is missing: copy it."
+                )
             span = tensor_spans(file).get(found[0])
             if span is None:
-                raise TargetError(f"{folder / INDEX} says that {found[0]} is in {file.name}, which lacks it.")
+                raise TargetError(
+                    f"{folder / INDEX} says that {found[0]} is in {file.name}, which lacks it: copy both again."
+                )
             return span
+    packed = next((name for name in names if ".lm_head." in f".{name}"), None)
+    if packed is not None:
+        raise TargetError(
+            f"{folder} has {packed}, as quantised heads do, and no lm_head.weight: name an unquantised one."
+        )
+    if not tied and any(f".{name}".endswith(".embed_tokens.weight") for name in names):
+        raise TargetError(
+            f"{folder} has an embedding but no lm_head.weight: write tie_word_embeddings = true into its config.json "
+            "if the two are one there, else copy the file with the head."
+        )
     raise TargetError(
         f"{folder} has no tensor named lm_head.weight{' or embed_tokens.weight' if tied else ''} in safetensors: "
         "give the folder that holds the target's weights."
@@ -104,7 +120,7 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
     """The file of each tensor: by the index of a sharded checkpoint, else by the files' own headers."""
     if (folder / INDEX).is_file():
         try:
-            index: dict[str, str] = json.loads((folder / INDEX).read_bytes())["weight_map"]
+            index: dict[str, str] = json.loads(plain_bytes(folder / INDEX))["weight_map"]
             files = set(index.values())
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise TargetError(f"{folder / INDEX} has no weight_map: copy it again.") from None

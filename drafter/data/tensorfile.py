@@ -5,6 +5,7 @@ safetensors' own numpy reader knows no bfloat16, and torch must not be needed to
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,13 @@ def map_tensors(file: Path, only: Collection[str] | None = None) -> dict[str, np
                 "the file is damaged, make it again."
             ) from None
     return tensors
+
+
+def plain_bytes(file: Path) -> bytes:
+    """What a file of a model's folder holds. Raises OSError, also for a pipe or a device, which may never end."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+    return file.read_bytes()
 
 
 def tensor_names(file: Path) -> list[str]:
@@ -146,6 +154,8 @@ def _open(file: Path) -> tuple[dict[str, Any], np.ndarray]:
 
 def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, str], int]:
     """The header's tensors, its metadata, and where the data begin; the file is as long as it says."""
+    if file.exists() and not file.is_file():
+        raise TensorFileError(f"{file} is no plain file: copy the file there.")
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

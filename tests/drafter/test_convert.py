@@ -174,6 +174,74 @@ def test_an_eagle_checkpoint(tmp_path, sound, target, capsys):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".eagle")]
 
 
+ODD = {
+    "float64": lambda x: x.double(),
+    "float8_e4m3fn": lambda x: x.to(torch.float8_e4m3fn),
+    "complex64": lambda x: x.to(torch.complex64),
+    "int16": lambda x: x.to(torch.int16),
+    "torch.sparse_coo": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", ["fc.weight", "d2t"])
+def test_an_eagle_tensor_of_an_odd_kind(tmp_path, sound, target, capsys, kind, name):
+    folder = eagle_of(sound, tmp_path / "eagle", lambda whole: whole | {name: ODD[kind](whole[name])})
+    assert convert(folder, "sglang", tmp_path / "out", "--target", target) == 1
+    shown = capsys.readouterr().err
+    assert name in shown and kind in shown and "save it again" in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"3": torch.ones(1)}, {"lm_head.weight": torch.ones(3, HIDDEN)}])
+def test_a_fault_of_an_eagle_checkpoint_names_its_folder(tmp_path, sound, target, capsys, change):
+    folder = eagle_of(sound, tmp_path / "eagle", lambda whole: whole | change)
+    assert convert(folder, "sglang", tmp_path / "out", "--target", target) == 1
+    shown = capsys.readouterr().err
+    assert str(folder) in shown and ".eagle-" not in shown
+
+
+def eagle_of(sound, folder, change):
+    folder.mkdir()
+    (folder / "config.json").write_text((sound / "config.json").read_text())
+    torch.save(change({name: torch.from_numpy(x) for name, x in weights(sound).items()}), folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize("to", ["sglang", "modelopt"])
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda t: (t.pop("d2t"), t.pop("t2d")), "has no d2t"),
+        (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight"),
+        (lambda t: t.pop("norm.weight"), "lacks norm.weight"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1]}), "rows but draft_vocab_size"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1].copy()}), "fc.weight is"),
+        (lambda t: t.update({"d2t": t["d2t"][:-1]}), "d2t"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"].astype(np.int32)}), "fc.weight is I32"),
+    ],
+)
+def test_a_faulty_drafter_is_not_made_anew(tmp_path, sound, target, capsys, spoil, why, to):
+    """Of speculators' format too, whose config the checks do not know as it stands."""
+    assert convert(sound, "speculators", tmp_path / "theirs", "--target", target) == 0
+    tensors = weights(tmp_path / "theirs")
+    spoil(tensors)
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors")
+    capsys.readouterr()
+    assert convert(tmp_path / "theirs", to, tmp_path / "out", "--target", target) == 1
+    shown = capsys.readouterr().err
+    assert why in shown and shown.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_is_interrupted(tmp_path, sound, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("drafter.checkpoint.convert_cli.write_converted", interrupted)
+    assert convert(sound, "modelopt", tmp_path / "out") == 130
+    assert "nothing was left behind" in capsys.readouterr().err and [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
 @pytest.mark.parametrize(
     ("architecture", "ids", "inputs"),
     [

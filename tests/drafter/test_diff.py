@@ -117,6 +117,8 @@ def test_a_map_that_can_be_read_both_ways(tmp_path: Path, capsys: pytest.Capture
         ("counts.json", "[5, 0, 3, 2]"),
         ("counts.json", '{"0": 5, "2": 3, "3": 2}'),
         ("counts.txt", "0 5\n2 3\n\n3 2\n"),
+        ("counts.txt", "0 4\n3 1\n2 3\n   \n0 1\n3 1\n"),
+        ("counts.json", '{"0": 4, "2": 1, "3": 2, "0": 1, "2": 2}'),
         (
             "counts.jsonl",
             '{"messages": [], "input_ids": [1, 1], "output_ids": [0, 0, 0, 0, 0, 2, 2, 2, 3, 3], "meta": {"past": 0}}',
@@ -142,6 +144,11 @@ def test_counts_of_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("counts.json", "[[1]]", "holds no token counts"),
         ("counts.json", '{"a": 1}', "holds no token counts"),
         ("counts.json", "[-1, 2]", "holds no token counts"),
+        ("counts.json", "[1.5, 2]", "holds no token counts"),
+        ("counts.json", '{"1": 1.0}', "holds no token counts"),
+        ("counts.json", "[true]", "holds no token counts"),
+        ("counts.json", '{"1": {"2": 3}}', "holds no token counts"),
+        ("counts.txt", "1 2.5", "holds no token counts"),
         ("counts.json", f'{{"{10**12}": 1}}', "counts the token 1000000000000"),
         ("counts.json", f"[{10**30}]", "holds no token counts"),
         ("counts.json", "[" * 100_000, "holds no token counts"),
@@ -209,7 +216,7 @@ def test_without_a_target_the_special_tokens_are_not_known(tmp_path: Path, capsy
     a = write_map(tmp_path / "a.safetensors", [0, 1])
     assert run(capsys, a, a)["missing_specials_a"] is None
     main(["diff", str(a), str(a)])
-    assert "give --target to see which special tokens it lacks" in capsys.readouterr().out
+    assert "to see which special tokens it lacks" in capsys.readouterr().out
 
 
 def test_vocab_forces_in_what_structures_an_answer(

@@ -1,6 +1,11 @@
 """Drafter folders as they are written: tensors, hashes, and all or nothing."""
 
+import fcntl
 import json
+import os
+import shutil
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from drafter.checkpoint.folder import DrafterError
-from drafter.checkpoint.manifest import Manifest, file_sha256, read_manifest, write_folder
+from drafter.checkpoint.manifest import (
+    Manifest,
+    file_sha256,
+    new_folder,
+    read_manifest,
+    stopped_as_interrupted,
+    write_folder,
+)
 from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.tensorfile import to_bf16, to_float32, write_tensors
@@ -54,3 +66,87 @@ def test_a_broken_manifest(tmp_path, text, message):
     (tmp_path / "eyas.json").write_text(text)
     with pytest.raises(DrafterError, match=message):
         read_manifest(tmp_path)
+
+
+def filled(folder):
+    with new_folder(folder) as beside:
+        (beside / "x").write_text("ours")
+
+
+@pytest.mark.parametrize("name", ["out.tmp", "out.part", ".out", "out~"])
+def test_what_lies_beside_is_not_touched(tmp_path, name):
+    """Not even what is named as a program would name its half-written work: it may be the very source."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").write_text("theirs")
+    filled(tmp_path / "out")
+    assert (tmp_path / "out" / "x").read_text() == "ours"
+    assert (tmp_path / name / "precious").read_text() == "theirs"
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other"):
+        raise ZeroDivisionError
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", name])
+
+
+def dangling(path):
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [dangling, os.mkdir, lambda path: path.write_text(""), lambda path: os.mkfifo(path)])
+def test_whatever_has_the_name_is_in_the_way(tmp_path, make):
+    """At once, not when the work is done."""
+    make(tmp_path / "out")
+    begun = False
+    with pytest.raises(DrafterError, match="exists already"), new_folder(tmp_path / "out"):
+        begun = True
+    assert not begun and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_name_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "new" / "..", Path(), Path(".."), tmp_path):
+        with pytest.raises(DrafterError, match="exists already"):
+            filled(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_at_once(tmp_path):
+    """The second is told, and the first is not disturbed; what a killed process left is taken over."""
+    with new_folder(tmp_path / "out") as beside:
+        (beside / "x").write_text("first")
+        with pytest.raises(DrafterError, match="written by another process"):
+            filled(tmp_path / "out")
+        assert (beside / "x").read_text() == "first"
+        left = beside
+    left.mkdir()
+    (left / "half").write_text("")
+    filled(tmp_path / "second" / "out")
+    shutil.rmtree(tmp_path / "out")
+    filled(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"] and not left.exists()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def unsupported(lock, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    filled(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_cleans_up(tmp_path, number):
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), stopped_as_interrupted(), new_folder(tmp_path / "a" / "out"):
+        os.kill(os.getpid(), number)
+    assert not list(tmp_path.iterdir()) and signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopped_as_interrupted(), new_folder(tmp_path / "out"):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (tmp_path / "out").is_dir()

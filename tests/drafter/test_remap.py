@@ -397,7 +397,7 @@ def test_a_drafter_that_cannot_be_remapped(
         ),
         (
             lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {HEAD: "gone"}})),
-            "gone is missing",
+            "gone, which is missing",
         ),
     ],
 )
@@ -489,10 +489,10 @@ def test_a_signal_leaves_nothing(remap: Remap, number: int) -> None:
         text=True,
         cwd=Path(__file__).parents[2],
     ) as process:
-        while not (remap.folder / "out.tmp").exists() and process.poll() is None:
+        while not (remap.folder / ".out.tmp").exists() and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(signal.SIGSTOP)
-        begun = (remap.folder / "out.tmp").exists()
+        begun = (remap.folder / ".out.tmp").exists()
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
         _, said = process.communicate(timeout=60)
@@ -503,7 +503,7 @@ def test_a_signal_leaves_nothing(remap: Remap, number: int) -> None:
 
 def test_what_a_killed_remap_left_does_not_stand_in_the_way(remap: Remap, verifier: Path) -> None:
     source = drafter_of(remap.folder / "d", [1, 2, 5], normal(3, HIDDEN))
-    left = remap.folder / "out.tmp"
+    left = remap.folder / ".out.tmp"
     left.mkdir()
     (left / "model.safetensors.tmp").write_bytes(b"half")
     command = ["remap", str(source), "--vocab", str(source), "--verifier", str(verifier), "--init", "verifier"]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from drafter.__main__ import main
 from drafter.checkpoint.vocab import DraftVocab, VocabError
+from drafter.data.tensorfile import write_tensors
 
 
 def by_hand(counts: list[int], size: int, forced: set[int]) -> list[int]:
@@ -86,6 +87,37 @@ def test_a_file_that_is_none(tmp_path: Path, content: bytes | None) -> None:
         file.write_bytes(content)
     with pytest.raises(VocabError, match="does not exist" if content is None else "is not a draft vocabulary"):
         DraftVocab.load(file)
+
+
+MASK = np.array([True, False, True])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"d2t": np.array([0.0, 1.0], np.float32), "t2d": MASK},
+        {"d2t": np.array([[0], [1]]), "t2d": MASK},
+        {"d2t": np.array([0, 1]), "t2d": MASK.astype(np.float32)},
+        {"d2t": np.array([0, 1]), "t2d": MASK[None]},
+        {"d2t": np.array([0, 1], np.uint16), "t2d": MASK},
+        {"d2t": np.array([0, 1])},
+        {"t2d": MASK},
+    ],
+)
+def test_tensors_that_are_none(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    write_tensors(tmp_path / "vocab.safetensors", tensors)
+    with pytest.raises(VocabError, match="is not a draft vocabulary"):
+        DraftVocab.load(tmp_path / "vocab.safetensors")
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.float16, np.float32])
+@pytest.mark.parametrize("of_map", [np.int64, np.int32])
+def test_a_map_beside_weights(tmp_path: Path, kind: type, of_map: type) -> None:
+    """A drafter's own file, bf16 (uint16) among others, which safetensors' numpy reader does not know."""
+    vocab = DraftVocab(np.array([0, 2]), 3)
+    tensors = {"lm_head.weight": np.ones((2, 4), kind), "d2t": vocab.d2t.astype(of_map), "t2d": vocab.t2d}
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    assert DraftVocab.load(tmp_path / "model.safetensors").hash == vocab.hash
 
 
 @pytest.fixture
