@@ -24,6 +24,7 @@ from typing import Any
 
 from drafter.recount import recount
 from drafter.schema import FORMAT, Report, ReportError, check_schema
+from drafter.settings import read_settings
 
 __all__ = [
     "FORMAT",
@@ -160,8 +161,11 @@ def flag_groups(argv: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def command() -> str:
-    """The command line that is running, as it would be typed again (the interpreter without its folder)."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """The command line that is running, as it would be typed again: the interpreter without its folder, and
+    $EYAS_HOME for the folder that it stands for, since a report may be read on another machine."""
+    home = str(read_settings().home)
+    typed = shlex.join(["python", *sys.orig_argv[1:]])
+    return typed.replace(f"{home}/", "$EYAS_HOME/") if shlex.quote(home) == home else typed
 
 
 def machine() -> dict[str, Any]:

@@ -191,9 +191,10 @@ def run_train(arguments: argparse.Namespace) -> int:
         "options": run.identity,
         "steps": run.progress.step,
         "tokens": run.progress.tokens,
-        "seconds": round(run.progress.seconds, 1),
+        "seconds": round(run.seconds(), 3),
         "first": first,
         "best": best,
+        "curve": run.curve(),
     }
     manifest = Manifest(
         name=a.name or a.out.name,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from drafter.checkpoint.manifest import Manifest, write_folder
 from drafter.data.tensorfile import to_bf16
+from drafter.report import command
 from drafter.training.model import Eagle3
 
 
@@ -44,7 +43,7 @@ def origin(parent: Path | None, data_hash: str) -> dict[str, Any]:
     return {
         "kind": "finetune" if parent else "scratch",
         "parent": parent.name if parent else None,
-        "command": shlex.join(["python", "-m", "drafter", *sys.argv[1:]]),
+        "command": command(),
         "data_hash": data_hash,
         "git": git,
     }

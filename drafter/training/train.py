@@ -237,6 +237,20 @@ class Run:
         state = Progress(**(asdict(self.progress) | {"seconds": self.seconds()}))
         save_run(self._checkpoint, self.model, self.optimizer, state, self.identity)
 
+    def curve(self) -> list[dict[str, float]]:
+        """Step, tokens, held-out loss and accept_len_positions of each evaluation."""
+        lines = map(json.loads, (self.out / "log.jsonl").read_text("utf-8").splitlines())
+        return [
+            {
+                "step": line["global_step"],
+                "tokens": line["tokens"],
+                "loss": round(line["val"]["loss_epoch"], 4),
+                "accept_len_positions": round(line["val"]["accept_len_positions_epoch"], 4),
+            }
+            for line in lines
+            if "val" in line
+        ]
+
     def best_weights(self) -> dict[str, Tensor]:
         """The weights of the best evaluation."""
         return load_tensors(self.out / "best.safetensors")[0]

@@ -178,6 +178,10 @@ def test_the_exported_folder_is_a_drafter(tmp_path, llama, shards, vocab_file, a
     assert manifest["origin"]["kind"] == "scratch" and manifest["state"] == "candidate"
     assert manifest["vocab_hash"] == DraftVocab.load(vocab_file).hash
     assert manifest["training"]["options"]["ttt_steps"] == 2
+    assert manifest["training"]["seconds"] > 0
+    assert manifest["training"]["curve"][-1]["step"] == manifest["training"]["steps"]
+    best = max(each["accept_len_positions"] for each in manifest["training"]["curve"])
+    assert best == pytest.approx(manifest["training"]["best"]["accept_len_positions"], abs=1e-4)
 
     embed = load_target(llama.target).embed_VH
     model, slow = load_drafter(folder.path, embed), load(folder.path, embed)
