@@ -155,7 +155,7 @@ def _read_folder(folder: Path, map_format: str | None, sizes: dict[str, int | No
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise VocabError(f"{folder} has no .safetensors file: name a drafter folder, or a file with d2t.")
-    config = _read_config(folder / "config.json")
+    config = read_config(folder / "config.json")
     body = config.get("transformer_layer_config") or config.get("text_config") or config
     size = body.get("vocab_size") if isinstance(body, dict) else None
     rows = config.get("draft_vocab_size")
@@ -179,7 +179,8 @@ def _read_folder(folder: Path, map_format: str | None, sizes: dict[str, int | No
     return found
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json, whoever's. Raises VocabError, or what `plain_bytes` does."""
     try:
         found = json.loads(plain_bytes(file))
     except (ValueError, RecursionError) as error:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from drafter.checkpoint.headstart import Init
-from drafter.checkpoint.maps import ReadMap
+from drafter.checkpoint.maps import ReadMap, read_config
 from drafter.checkpoint.rows import Rows, from_float32
 from drafter.checkpoint.vocab import DraftVocab, Ids, VocabError
-from drafter.data.tensorfile import Span, array_part, file_metadata, plain_bytes, span_chunks, tensor_spans
+from drafter.data.tensorfile import Span, array_part, file_metadata, span_chunks, tensor_spans
 from drafter.data.tensorwriter import Part, write_parts
 
 HEAD, FC = "lm_head.weight", "fc.weight"
@@ -113,7 +113,7 @@ def open_source(path: Path) -> Source:
         files = sorted(path.glob("*.safetensors"))
         if not path.is_dir() or not files:
             raise RemapError(f"{path} is no drafter folder with .safetensors files, and no run: name one.")
-        config = _read_config(config_file)
+        config = read_config(config_file)
     opened = {file: tensor_spans(file) for file in files}
     heads = [span for spans in opened.values() for name, span in spans.items() if _is_head(name)]
     names = [name for spans in opened.values() for name in spans]
@@ -148,16 +148,6 @@ def _check_head(path: Path, config: Mapping[str, Any], head: Span, names: Iterab
             f"{path}: {HEAD} is {list(head.shape)} but draft_vocab_size is {told!r:.40}: make config.json and the "
             "weights agree."
         )
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(plain_bytes(file))
-    except (ValueError, RecursionError) as error:
-        raise RemapError(f"{file} is not JSON ({error}): copy it again.") from None
-    if not isinstance(config, dict):
-        raise RemapError(f"{file} is no JSON object: copy it again.")
-    return config
 
 
 def write_drafter(source: Source, move: Move, init: Init, folder: Path, progress: Progress = int) -> str:
