@@ -3,11 +3,9 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from sgl_kernel import plugin, rotary
 
 BASE = "sglang.srt.layers.rotary_embedding.base"

@@ -144,7 +144,7 @@ BUGGY = (
     "def last(items):\n    return items[len(items)]",
     "def greet(name)\n    print('Hello ' + name)",
     "def countdown(n):\n    while n > 0:\n        print(n)",
-    "def squares(numbers):\n    for n in numbers:\n        result = []\n        result.append(n * n)\n    return result",
+    "def squares(numbers):\n    for n in numbers:\n        out = []\n        out.append(n * n)\n    return out",
     "def find(items, wanted):\n    for i, item in enumerate(items):\n        if item is wanted:\n            return i\n"
     "        return -1",
 )
@@ -281,6 +281,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000, metavar="N", help="how many (default: 2000)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="another seed gives others (default: 1)")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count is {args.count}, expected 1 or more")
     try:
         found = requests(args.count, args.seed)
     except ValueError as error:
