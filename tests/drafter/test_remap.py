@@ -29,7 +29,7 @@ from tests.server.drafters import HIDDEN, VOCAB, llama_tensors, write_drafter
 
 DTYPES = ("F32", "F16", "BF16")
 HEAD = "lm_head.weight"
-FOLDER_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+FOLDER_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def cast(x: np.ndarray, dtype: str) -> np.ndarray:
