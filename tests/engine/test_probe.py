@@ -13,7 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from server.config import load_profile
 from server.engine import Engine, EngineError
-from tests.drafter.mutations import Mutation, another_vocabulary, mutations, scramble, split
+from tests.drafter.mutation import Mutation
+from tests.drafter.mutations import mutations
+from tests.drafter.spoilt_files import split
+from tests.drafter.spoilt_tensors import another_vocabulary, scramble
 from tests.engine.pool import EnginePool
 from tests.engine.profiles import profile_text
 from tests.engine.served import Served, on
