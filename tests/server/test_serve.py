@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from server.engine import free_port
-from tests.server.test_engine import FAKE, PROFILE, gone
+from tests.server.fake_profile import FAKE, PROFILE
+from tests.server.test_engine import gone
 
 REPO = Path(__file__).parents[2]
 
