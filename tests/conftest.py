@@ -25,10 +25,9 @@ left_out: Counter[str] = Counter()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    left_out.update(next((mark for mark in LEFT_OUT if item.get_closest_marker(mark)), "other") for item in items)
+    left_out.update(mark for item in items if (mark := next(filter(item.get_closest_marker, LEFT_OUT), None)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for mark, count in sorted(left_out.items()):
-        how = f": {LEFT_OUT[mark]} runs them" if mark in LEFT_OUT else ""
-        terminalreporter.write_line(f"left out: {count} tests of the kind {mark!r}{how}")
+        terminalreporter.write_line(f"left out: {count} tests marked {mark} (`{LEFT_OUT[mark]}` runs them)")

@@ -68,10 +68,10 @@ def test_a_type_of_numbers_that_is_not_known_makes_no_near_ties(bench: Any, engi
 @pytest.mark.parametrize(("samples", "differs"), [((1, 2, 3), False), ((1, 1, 2, 3), True)])
 def test_the_sampling_check(bench: Any, engine: type[FakeEngine], samples: tuple[int, ...], differs: bool):
     engine.scripts["good"].samples = samples
-    _, report, _, _ = bench("--drafter", "good", "--temperature", "1", "--check-sampling", "600")
+    _, report, _, _ = bench("--drafter", "good", "--temperature", "1", "--check-sampling", "300")
     found = report["variants"][1]["sampling"]
     assert found["differs"] is differs and (found["p_value"] < found["error_rate"]) is differs
-    assert (found["prompts"], found["samples"]) == (4, 2400) and found["reference_samples"] == 3 * 2400
+    assert (found["prompts"], found["samples"]) == (4, 1200) and found["reference_samples"] == 3 * 1200
     assert "sampling" not in report["variants"][0]
 
 

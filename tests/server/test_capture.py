@@ -176,17 +176,10 @@ def test_a_folder_that_cannot_be_made(make_engine, tmp_path):
         make_engine().start()
 
 
-def run(*argv):
-    env = {**os.environ, "PYTHONPATH": str(FAKE)}
-    return subprocess.run(
-        [sys.executable, "-m", "server", "engine", *argv], capture_output=True, text=True, cwd=REPO, env=env
-    )
-
-
-def test_errors_on_the_command_line(profile, tmp_path):
-    both = run("--profile", str(profile().source), "--capture", str(tmp_path / "c"), "--drafter", "none")
+def test_errors_on_the_command_line(command, profile, tmp_path):
+    both = command("engine", "--profile", str(profile().source), "--capture", str(tmp_path / "c"), "--drafter", "none")
     assert both.returncode == 2 and "--capture loads no drafter: leave --drafter out" in both.stderr
-    none = run("--profile", str(profile(table="").source), "--capture", str(tmp_path / "c"))
+    none = command("engine", "--profile", str(profile(table="").source), "--capture", str(tmp_path / "c"))
     assert none.returncode == 1 and "has no [capture] table" in none.stderr and "Traceback" not in none.stderr
 
 

@@ -229,12 +229,12 @@ def test_a_command_that_is_none(start):
     assert "eyas: no-such-command cannot be run" in served.err.read_text()
 
 
-@pytest.mark.parametrize("command", ["serve", "engine"])
+@pytest.mark.parametrize("verb", ["serve", "engine"])
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "many"])
-def test_a_port_that_is_none(start, command, port):
-    served = start(command, f"--port={port}")
-    assert served.end() == 2
-    assert f"'{port}' is no port, expected 1 to 65535" in served.err.read_text()
+def test_a_port_that_is_none(command, verb, port):
+    shown = command(verb, "--profile", "p.toml", f"--port={port}")
+    assert shown.returncode == 2
+    assert f"'{port}' is no port, expected 1 to 65535" in shown.stderr
 
 
 @pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1"])
