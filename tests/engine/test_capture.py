@@ -158,16 +158,6 @@ def test_a_text_too_long_is_refused_and_named(served: Served, folder: Path, tmp_
     assert result.refused[0].startswith("line 7: ") and "1024" in result.refused[0]
 
 
-CLIENT = (
-    "import argparse, sys\n"
-    "from drafter.data.capture_cli import add_capture\n"
-    "top = argparse.ArgumentParser()\n"
-    "add_capture(top.add_subparsers(required=True))\n"
-    "arguments = top.parse_args()\n"
-    "sys.exit(arguments.run(arguments))\n"
-)
-
-
 @pytest.fixture
 def file(tiny: Any, references: References, tmp_path: Path) -> Iterator[Path]:
     lines = [
@@ -191,7 +181,7 @@ def client(engine: Engine, file: Path, out: Path) -> subprocess.Popen[str]:
     where = ["--url", engine.url, "--dir", str(engine.capture.folder), "--key-file", str(engine.key_file)]
     small = ["--shard-mb", "0.5", "--concurrency", "4"]
     return subprocess.Popen(
-        [sys.executable, "-c", CLIENT, "capture", str(file), *where, "--out", str(out), *small],
+        [sys.executable, "-m", "drafter", "capture", str(file), *where, "--out", str(out), *small],
         cwd=REPO,
         stderr=subprocess.PIPE,
         text=True,
