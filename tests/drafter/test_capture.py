@@ -325,17 +325,14 @@ def test_files_that_cannot_be_read(tmp_path):
         read_conversations([tmp_path / "a.jsonl"])
 
 
-OUTSIDE = [sys.executable, "-m", "drafter"]
-
-
 @pytest.fixture
 def shown(capsys, monkeypatch):
-    """`python -m drafter` in this process, from the repository's folder: (exit code, stdout, stderr)."""
+    """A command as below, run in this process from the repository's folder: (exit code, stdout, stderr)."""
 
     def run(arguments):
         monkeypatch.chdir(REPO)
         try:
-            code = main(arguments)
+            code = main(arguments[3:])
         except SystemExit as end:  # argparse
             code = end.code
         return (code, *capsys.readouterr())
@@ -347,13 +344,12 @@ def command(fake, tmp_path, file, *more, out="out"):
     (tmp_path / "engine.yaml").write_text(json.dumps({"api-key": KEY, "admin-api-key": "a"}))
     where = ["--url", fake.url, "--dir", str(fake.folder), "--out", str(tmp_path / out)]
     keys = ["--key-file", str(tmp_path / "engine.yaml")]
-    return ["capture", str(file), *where, *keys, "--shard-mb", "0.004", *more]
+    return [sys.executable, "-m", "drafter", "capture", str(file), *where, *keys, "--shard-mb", "0.004", *more]
 
 
 def test_the_command(fake, tmp_path, shown):
     file = write_lines(tmp_path / "answers.jsonl", lines(9))
-    outside = [*OUTSIDE, *command(fake, tmp_path, file, "--json")]
-    done = subprocess.run(outside, capture_output=True, text=True, cwd=REPO)
+    done = subprocess.run(command(fake, tmp_path, file, "--json"), capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["documents"] == 9 and printed["data_hash"] == open_shards(tmp_path / "out").data_hash
@@ -396,7 +392,7 @@ def test_a_client_that_ends_early_goes_on(fake, tmp_path, shown, number):
     assert shown(command(fake, tmp_path, file, out="whole"))[0] == 0
     fake.delay, before = 0.01, len(fake.answered)
     process = subprocess.Popen(
-        [*OUTSIDE, *command(fake, tmp_path, file, "--concurrency", "2")], cwd=REPO, stderr=subprocess.PIPE, text=True
+        command(fake, tmp_path, file, "--concurrency", "2"), cwd=REPO, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 60
     while len(fake.answered) < before + 25 and time.monotonic() < deadline:
@@ -417,6 +413,6 @@ def test_a_client_that_ends_early_goes_on(fake, tmp_path, shown, number):
 
 
 def test_help_teaches(shown):
-    code, out, _ = shown(["capture", "--help"])
+    code, out, _ = shown([sys.executable, "-m", "drafter", "capture", "--help"])
     assert code == 0
     assert "server engine --profile" in out and "exit codes" in out

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from bench.accept_len import main as accept_len
-from drafter.__main__ import main as drafter
+from drafter.__main__ import main
+from drafter.acceptance import acceptance_length, add_histograms
 from drafter.data.conversations import read_with_ids
 from drafter.report import read_report
 from server.engine import Engine
 from tests.engine.served import Served, on
+from tests.tiny import TinyPair
 
 pytestmark = pytest.mark.engine
 
@@ -67,9 +69,9 @@ def captured(
                 str(found.prompts),
             ]
             budget = ["--max-tokens", str(TOKENS), "--past", str(STEPS + 1), "--concurrency", "12"]
-            assert drafter(["generate", *keys(engine), *asked, *budget, "--out", str(found.conversations)]) == 0
+            assert main(["generate", *keys(engine), *asked, *budget, "--out", str(found.conversations)]) == 0
             where = ["--dir", str(served.folder), "--out", str(found.shards)]
-            assert drafter(["capture", str(found.conversations), *keys(engine), *where]) == 0
+            assert main(["capture", str(found.conversations), *keys(engine), *where]) == 0
             made[target] = found
         return made[target]
 
@@ -82,21 +84,32 @@ def test_prompts_are_answered_and_captured(served: Served, captured: Callable[[s
     assert len(captured(served.pair.name).order()) == PROMPTS
 
 
-@on("llama-chain", "kimi-mha-chain", pytest.param("llama-perfect", marks=pytest.mark.slow))
-def test_the_walk_and_the_command_count_alike(
-    served: Served, captured: Callable[[str], Captured], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The drafter walked along plain greedy tokens, and the bench on an engine that runs: every histogram, exactly."""
-    texts = captured(served.pair.name)
+def walked_and_counted(
+    engine: Engine, pair: TinyPair, drafter: Path, texts: Captured, out: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Each answer's histogram: by `evaluate`, and as the bench counts it on an engine that runs."""
     capsys.readouterr()
-    command = ["evaluate", "--drafter", str(served.pair.drafters[served.drafter]), "--shards", str(texts.shards)]
-    assert drafter([*command, "--target", str(served.pair.target), "--num-steps", str(STEPS), "--json"]) == 0
+    command = ["evaluate", "--drafter", str(drafter), "--shards", str(texts.shards), "--target", str(pair.target)]
+    assert main([*command, "--num-steps", str(STEPS), "--json"]) == 0
     walked = json.loads(capsys.readouterr().out)
     asked = ["--prompts", str(texts.prompts), "--max-tokens", str(TOKENS), "--concurrency", "12"]
-    assert accept_len([*keys(served.engine), *asked, "--out", str(tmp_path / "out")]) == 0
-    (variant,) = read_report(tmp_path / "out" / "report.json")["variants"]
+    assert accept_len([*keys(engine), *asked, "--out", str(out)]) == 0
+    (variant,) = read_report(out / "report.json")["variants"]
     counted: dict[str, Any] = {each["prompt_id"]: each["histogram"] for each in variant["requests"]}
     # The engine leaves out what never happened.
     histograms = [counted[name] + [0] * (STEPS + 1 - len(counted[name])) for name in texts.order()]
-    assert [document["histogram"] for document in walked["documents"]] == histograms
-    assert variant["acceptance_length"] == walked["acceptance_length"] > 1.5
+    assert variant["acceptance_length"] == acceptance_length(add_histograms(histograms))
+    return [document["histogram"] for document in walked["documents"]], histograms
+
+
+@on("llama-chain", "kimi-mha-chain", pytest.param("llama-perfect", marks=pytest.mark.slow))
+def test_the_walk_counts_what_the_engine_counts(
+    served: Served, captured: Callable[[str], Captured], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The drafter walked along plain greedy tokens gives every histogram of the engine, exactly."""
+    pair, texts = served.pair, captured(served.pair.name)
+    drafter = pair.drafters[served.drafter]
+    walked, counted = walked_and_counted(served.engine, pair, drafter, texts, tmp_path / "out", capsys)
+    assert walked == counted
+    length = acceptance_length(add_histograms(counted))
+    assert length is not None and length > 1.5
