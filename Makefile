@@ -7,7 +7,7 @@ DRAFTER ?=
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help install speculators-env model serve test test-fast lint lock clean
+.PHONY: help install speculators-env model tiny serve test test-all test-fast lint lock clean
 
 help:  ## this text
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,11 +23,17 @@ model: $(STAMP)
 serve: install  ## an OpenAI-compatible endpoint on 127.0.0.1:$(PORT); Ctrl-C stops everything
 	@exec $(PY) -m server serve --profile "$(PROFILE)" --port $(PORT) $(if $(DRAFTER),--drafter "$(DRAFTER)")
 
-test: install lint  ## the whole suite, on the real engine
-	$(PY) -m pytest
+test: install lint tiny  ## lint, and every test that a change can break, real engines included (about 20 minutes)
+	$(PY) -m pytest -m "not slow and not peers"
 
-test-fast: install  ## without engines
-	$(PY) -m pytest -m "not engine and not slow"
+test-all: install lint tiny  ## also what is slow, and the peers whose environment was made; many examples of each law
+	$(PY) -m pytest --hypothesis-profile thorough $(if $(wildcard .cache/speculators/.installed),,-m "not peers")
+
+test-fast: install tiny  ## without engines
+	$(PY) -m pytest -m "not engine and not slow and not peers"
+
+tiny: $(STAMP)  # the models that tests train for themselves, both at once
+	@$(PY) -m tests.tiny >/dev/null
 
 lint: $(STAMP)  ## ruff and types
 	$(PY) -m ruff check .

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bench.runner
 import bench.variants
+from bench.accept_len import main
+from drafter.report import read_report
 from tests.bench.fake_engine import FakeEngine, Script, Seen
 
 PROMPTS = ("red", "green", "blue", "grey")
@@ -43,3 +46,27 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeEngine]]:
     monkeypatch.setattr(bench.runner, "STATE_SETTLES_S", 0.2)
     yield FakeEngine
     assert sorted(FakeEngine.seen.stops) == sorted(FakeEngine.seen.starts), "an engine was left running"
+
+
+@pytest.fixture(name="bench")
+def run_bench(engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path, capsys: Any) -> Any:
+    """Runs the command and gives (exit code, report or None, stdout, stderr)."""
+
+    def run(*args: str) -> tuple[int, Any, str, str]:
+        out = tmp_path / "out"
+        shared = [
+            "--profile",
+            str(profile_file),
+            "--prompts",
+            str(prompt_file),
+            "--max-tokens",
+            "40",
+            "--out",
+            str(out),
+        ]
+        code = main([*shared, *args])
+        printed = capsys.readouterr()
+        report = read_report(out / "report.json") if (out / "report.json").exists() else None
+        return code, report, printed.out, printed.err
+
+    return run

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from aiohttp import web
 
 from server.engine import EngineError
 from server.launch import ActiveDrafter, LaunchError
+from tests.app_thread import AppThread
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Seen:
     most_running: int = 0
 
 
-class FakeEngine:
+class FakeEngine(AppThread):
     scripts: ClassVar[dict[str, Script]] = {}
     seen: ClassVar[Seen] = Seen()
     api_key = "fake-api-key"
@@ -89,12 +89,11 @@ class FakeEngine:
         self.simulated = self.script.simulated
         self.headers = {"authorization": f"Bearer {self.api_key}"}
         self.admin_headers = {"authorization": f"Bearer {self.admin_key}"}
-        self.url = ""
         self._measured = 0
         self._random = random.Random(drafter)
         self._lines: list[str] = []
 
-    def start(self, progress: Callable[[str], None]) -> None:
+    def start(self, progress: Callable[[str], None]) -> None:  # type: ignore[override]
         self.seen.starts.append(self.given)
         progress("starting the process")
         time.sleep(self.script.start_s)
@@ -103,10 +102,7 @@ class FakeEngine:
             raise EngineError("the engine died (exit code 3) while loading. Its last log lines (x):\n  out of memory")
         if self.script.fault == "start hangs":
             time.sleep(600)
-        ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
-        self._thread.start()
-        assert ready.wait(10)
+        super().start()
         self.state = "ready"
         self.version = self.script.versions[min(self.seen.starts.count(self.given), len(self.script.versions)) - 1]
         self.resolved = {"dtype": "float32"}
@@ -119,28 +115,19 @@ class FakeEngine:
             with Path(marker).open("a") as file:
                 file.write(f"{self.given}\n")
         if self.state in ("ready", "dead") and self.url:
-            self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(10)
+            super().stop()
         self.state = "stopped" if self.state != "dead" else "dead"
 
     def log_tail(self, lines: int = 20) -> list[str]:
         return self._lines[-lines:]
 
-    async def _serve(self, ready: threading.Event) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+    def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/server_info", self._server_info)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
-        ready.set()
-        await self._end.wait()
-        await self._runner.cleanup()
+        return app
 
     async def _flush(self, request: web.Request) -> web.Response:
         if request.headers.get("authorization") != f"Bearer {self.admin_key}":
@@ -246,9 +233,7 @@ class FakeEngine:
             if fault == "dies" and place == 1:
                 self._lines += [f"line {count}" for count in range(30)] + ["Segmentation fault"]
                 self.state = "dead"
-                assert request.transport
-                request.transport.abort()
-                self._end.set()
+                self.die(request)
                 await asyncio.sleep(30)
             if fault == "cut off" and place == 1:
                 return response

@@ -21,9 +21,22 @@ from tests.bench.made_up_report import made_up
 Report = dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def kept() -> dict[str, str]:
+    return {}
+
+
 @pytest.fixture
-def measured(engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path) -> Report:
-    """A report of the fake engine, as the bench writes it, that the gate promotes."""
+def measured(
+    kept: dict[str, str], engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path
+) -> Report:
+    """A report of the fake engine, as the bench writes it, that the gate promotes; measured once, for all to edit."""
+    if not kept:
+        kept["report"] = json.dumps(measure(engine, profile_file, prompt_file, tmp_path))
+    return json.loads(kept["report"])  # type: ignore[no-any-return]
+
+
+def measure(engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path) -> Report:
     engine.scripts["none"].delay_s = 0.002
     engine.scripts["good"] = Script(steps=(3, 2, 0), changed=("blue",), delay_s=0.002)
     shared = ["--profile", str(profile_file), "--prompts", str(prompt_file), "--max-tokens", "40", "--repeats", "2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -136,7 +136,6 @@ def test_a_simulation_is_shouted():
     assert "SIMULATED" not in page(made_up())
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.text(min_size=1, max_size=40))
 def test_no_name_breaks_the_page(name: str):
     report = made_up(drafters=("none", "old"), loads=(1, 8))
@@ -217,7 +216,6 @@ def test_a_difference_is_drawn_in_the_style_of_its_drafter(names: tuple[str, str
 
 
 @given(name=st.text(min_size=1, max_size=20))
-@settings(max_examples=30, deadline=None)
 def test_no_name_breaks_the_markdown(name: str):
     report = made_up(("none", "old"), loads=(4,))
     for variant in report["variants"]:

@@ -1,20 +1,13 @@
-"""The goodness-of-fit test itself: its arithmetic, its size, and its power against a verify step that is slightly off.
-
-Power: continuations of a small Markov target, drawn plainly and by verify steps, 20,000 a seed over 20 seeds. The steps
-are walked for all samples at once; that walk is first held against the engine's own op, token for token.
-"""
+"""The goodness-of-fit test's arithmetic against counting by hand, and how its samples are collected."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,283 +15,13 @@ import pytest
 from scipy import stats
 
 from bench.sampling import ENOUGH, NOVEL, RANKS, SETTLED, UNKNOWN, Case, Ranking, SamplingError, collect, compare
+from tests.bench.markov import (
+    START,
+    plain,
+    setting,
+)
 
-VOCABULARY, LENGTH, STEPS, START = 24, 4, 3, 0
-SAMPLES, REFERENCE, SEEDS = 20_000, 240_000, 20  # sizes and error rate as with the real engine
-ERROR_RATE = 4e-5
-BIAS = 0.02  # total variation distance of every biased decision
-DECODINGS = {"plain": {}, "top-p": {"top_p": 0.9}, "top-k": {"temperature": 1.3, "top_k": 6}}
-TREES = {"chain": (1, 4), "tree": (2, 6)}  # children of a node at most, nodes with the root
-
-
-# --- a target, its drafts, and the two ways to draw from it
-
-
-def cut(logits: np.ndarray, temperature: float = 1.0, top_p: float = 1.0, top_k: int = VOCABULARY) -> np.ndarray:
-    """The next token's distribution after each token [V, V]: the top_k likeliest, before which at most top_p passed."""
-    shares = np.exp(logits / temperature)
-    shares /= shares.sum(axis=1, keepdims=True)
-    order = np.argsort(-shares, axis=1)
-    ranked = np.take_along_axis(shares, order, axis=1)
-    ranked[(ranked.cumsum(axis=1) - ranked > top_p) | (np.arange(VOCABULARY) >= top_k)] = 0.0
-    np.put_along_axis(shares, order, ranked, axis=1)
-    return shares / shares.sum(axis=1, keepdims=True)
-
-
-def choose(shares: np.ndarray, coins: np.ndarray) -> np.ndarray:
-    """The token of each row at which the accumulated shares [N, V], of any sum, pass the coin [N]."""
-    summed = shares.cumsum(axis=1)
-    chosen = (summed <= (coins * summed[:, -1])[:, None]).sum(axis=1)
-    return np.minimum(chosen, VOCABULARY - 1 - np.argmax(shares[:, ::-1] > 0, axis=1))
-
-
-def plain(shares: np.ndarray, samples: int, random: np.random.Generator) -> np.ndarray:
-    """Continuations of START [N, L] by plain sampling."""
-    tokens = np.full((samples, LENGTH + 1), START)
-    for position in range(LENGTH):
-        tokens[:, position + 1] = choose(shares[tokens[:, position]], random.random(samples))
-    return tokens[:, 1:]
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The draft tree after each token: tokens, parents, and first-child and next-sibling links (-1: none), all [V, n].
-
-    A tree has the n - 1 likeliest paths of a drafter that knows the target but for some noise, as EAGLE's have.
-    """
-
-    tokens: np.ndarray
-    parents: np.ndarray
-    child: np.ndarray
-    sibling: np.ndarray
-
-    @classmethod
-    def of(cls, logits: np.ndarray, breadth: int, nodes: int, random: np.random.Generator) -> Drafts:
-        guess = cut(logits + random.normal(size=logits.shape) * 0.6)
-        tokens = np.zeros((VOCABULARY, nodes), int)
-        parents, child, sibling = (np.full((VOCABULARY, nodes), -1) for _ in range(3))
-        for root in range(VOCABULARY):
-            open_paths, depth = [(1.0, -1, root)], {-1: -1}
-            for node in range(nodes):
-                best = max(open_paths)
-                open_paths.remove(best)
-                share, parent, token = best
-                tokens[root, node], parents[root, node], depth[node] = token, parent, depth[parent] + 1
-                if depth[node] < STEPS:
-                    likeliest = np.argsort(-guess[token])[:breadth]
-                    open_paths += [(share * guess[token, next_], node, int(next_)) for next_ in likeliest]
-            for node in range(nodes - 1, 0, -1):
-                parent = parents[root, node]
-                sibling[root, node], child[root, parent] = child[root, parent], node
-        return cls(tokens, parents, child, sibling)
-
-
-def walk(
-    drafts: Drafts, shares: np.ndarray, roots: np.ndarray, coins: np.ndarray, last: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """One verify step after each of the roots [N]: its tokens [N, STEPS + 1] (-1 behind the end) and their number [N].
-
-    Coins [N, n], one a node; last [N] draws the token that ends the step. Target-only verification: a node's coin takes
-    the first child up to which the children's accumulated probability exceeds it, else the end is drawn from the rest.
-    """
-    rows, node = np.arange(len(roots)), np.zeros(len(roots), int)
-    out, count = np.full((len(roots), STEPS + 1), -1), np.zeros(len(roots), int)
-    running = np.ones(len(roots), bool)
-    while running.any():
-        left = shares[drafts.tokens[roots, node]].astype(np.float32).astype(float)
-        total, mass = left.sum(axis=1), np.zeros(len(roots))
-        child, taken = np.where(running, drafts.child[roots, node], -1), np.full(len(roots), -1)
-        while (child >= 0).any():
-            trying = child >= 0
-            token = drafts.tokens[roots, child]
-            mass += np.where(trying, left[rows, token] / total, 0.0)
-            left[rows[trying], token[trying]] = 0.0
-            hit = trying & (coins[rows, node] < mass)
-            taken[hit] = child[hit]
-            child = np.where(trying & ~hit, drafts.sibling[roots, child], -1)
-        ends = running & (taken < 0)
-        token = np.where(taken >= 0, drafts.tokens[roots, taken], choose(left, last))
-        out[rows[running], count[running]] = token[running]
-        count += running
-        running &= ~ends
-        node = np.where(running, taken, node)
-    return out, count
-
-
-def speculative(
-    drafts: Drafts, shares: np.ndarray, samples: int, random: np.random.Generator, lean: Lean | None = None
-) -> np.ndarray:
-    """Continuations of START [N, L] by verify steps, each cut at L as an engine cuts at max_tokens."""
-    tokens = np.full((samples, LENGTH + STEPS + 1), START)
-    written, unfinished = np.zeros(samples, int), np.arange(samples)
-    while len(unfinished):
-        roots = tokens[unfinished, written[unfinished]]
-        coins = random.random((len(roots), drafts.tokens.shape[1]), dtype=np.float32)
-        if lean:
-            coins = lean.apply(roots, coins, random)
-        out, count = walk(drafts, shares, roots, coins, random.random(len(roots), dtype=np.float32))
-        for offset in range(STEPS + 1):
-            more = unfinished[count > offset]
-            tokens[more, written[more] + 1] = out[count > offset, offset]
-            written[more] += 1
-        unfinished = unfinished[written[unfinished] < LENGTH]
-    return tokens[:, 1 : LENGTH + 1]
-
-
-@dataclass(frozen=True)
-class Lean:
-    """A bias: in each node [V, n] the chance that its coin is replaced, and by what.
-
-    A coin of 0 takes the first child whatever its probability ("eager"); one just below 1 refuses all ("reluctant").
-    """
-
-    chance: np.ndarray
-    coin: float
-    verified: np.ndarray
-    """The distribution [V, n, V] that comes out, given that the node is reached."""
-
-    @classmethod
-    def of(cls, kind: str, drafts: Drafts, shares: np.ndarray) -> Lean:
-        """Every decision is off by a total variation of exactly BIAS, but where its target leaves no room for it."""
-        after = shares[drafts.tokens]
-        first, offered = np.zeros_like(after), np.zeros_like(after)
-        for root, node in itertools.product(range(VOCABULARY), range(drafts.tokens.shape[1])):
-            child = drafts.child[root, node]
-            if child >= 0:
-                first[root, node, drafts.tokens[root, child]] = 1.0
-            while child >= 0:
-                offered[root, node, drafts.tokens[root, child]] = 1.0
-                child = drafts.sibling[root, child]
-        taken, mass = (first * after).sum(-1), (offered * after).sum(-1)
-        if kind == "eager":
-            # With chance b the first child, else right: b (1 - its probability) apart.
-            room = np.where(taken > 0, 1 - taken, 0.0)
-            coin, leaning = 0.0, first
-        else:
-            # With chance b anything but a child, else right: b (probability of the children) apart.
-            room = np.where(mass < 1 - 1e-6, mass, 0.0)
-            coin, leaning = 1 - 2.0**-24, after * (1 - offered) / np.maximum(1 - mass, 1e-6)[..., None]
-        chance = np.where(room > BIAS, BIAS / np.maximum(room, BIAS), 0.0)
-        return cls(chance, coin, after + chance[..., None] * (leaning - after))
-
-    def apply(self, roots: np.ndarray, coins: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        return np.where(random.random(coins.shape) < self.chance[roots], np.float32(self.coin), coins)
-
-
-@dataclass(frozen=True)
-class Setting:
-    logits: np.ndarray
-    shares: np.ndarray
-    drafts: Drafts
-
-
-def setting(tree: str, decoding: str) -> Setting:
-    random = np.random.default_rng(17)
-    logits = random.normal(size=(VOCABULARY, VOCABULARY)) * 2.2
-    return Setting(logits, cut(logits, **DECODINGS[decoding]), Drafts.of(logits, *TREES[tree], random))
-
-
-# --- power and size
-
-
-@pytest.mark.parametrize("decoding", DECODINGS)
-@pytest.mark.parametrize("tree", TREES)
-def test_the_walk_is_the_engines_op(tree: str, decoding: str) -> None:
-    import torch
-    from sgl_kernel.sampling import Verifier
-
-    given, random, parameters = setting(tree, decoding), np.random.default_rng(5), DECODINGS[decoding]
-    samples, nodes = 4_000, TREES[tree][1]
-    roots = random.integers(VOCABULARY, size=samples)
-    coins = random.random((samples, nodes), dtype=np.float32)
-    coins[::7], coins[1::7] = 0.0, 1 - 2.0**-24
-    last = random.random(samples, dtype=np.float32)
-    top_k = parameters.get("top_k", 1 << 30)
-    sampled = SimpleNamespace(
-        top_ks=torch.full((samples,), top_k),
-        top_ps=torch.full((samples,), parameters.get("top_p", 1.0)),
-        min_ps=torch.zeros(samples),
-        max_top_k=None,
-        sampling_seed=None,
-    )
-    after = cut(given.logits, parameters.get("temperature", 1.0))[given.drafts.tokens[roots]]
-    predicts = torch.full((samples * nodes,), -1, dtype=torch.int32)
-    accepted = torch.full((samples, STEPS + 1), -1, dtype=torch.int32)
-    number = torch.empty(samples, dtype=torch.int32)
-    verifier = Verifier()
-    verifier.remembering(lambda *, sampling_info: None)(sampling_info=sampled)
-    verifier.accept(
-        predicts=predicts,
-        accept_index=accepted,
-        accept_token_num=number,
-        candidates=torch.from_numpy(given.drafts.tokens[roots]),
-        retrive_index=torch.arange(samples * nodes).view(samples, nodes),
-        retrive_next_token=torch.from_numpy(given.drafts.child[roots]),
-        retrive_next_sibling=torch.from_numpy(given.drafts.sibling[roots]),
-        uniform_samples=torch.from_numpy(coins),
-        uniform_samples_for_final_sampling=torch.from_numpy(last),
-        target_probs=torch.from_numpy(after).float(),
-        draft_probs=None,
-        threshold_single=1.0,
-        threshold_acc=1.0,
-        deterministic=True,
-    )
-    theirs = np.where(accepted >= 0, predicts.numpy()[accepted], -1)
-    ours, count = walk(given.drafts, given.shares, roots, coins, last)
-    np.testing.assert_array_equal(count, number.numpy() + 1)
-    np.testing.assert_array_equal(ours, theirs)
-    assert len(np.unique(count)) == STEPS + 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tree", "decoding"), [("chain", "plain"), ("tree", "top-p"), ("tree", "top-k")])
-def test_a_right_verify_passes_and_a_biased_one_fails(tree: str, decoding: str) -> None:
-    given = setting(tree, decoding)
-    leans = {kind: Lean.of(kind, given.drafts, given.shares) for kind in ("eager", "reluctant")}
-    apart = {
-        kind: np.abs(lean.verified - given.shares[given.drafts.tokens]).sum(-1) / 2 for kind, lean in leans.items()
-    }
-    for kind, lean in leans.items():
-        np.testing.assert_allclose(apart[kind][lean.chance > 0], BIAS)
-        assert lean.chance[START, 0] > 0
-        assert not apart[kind][lean.chance == 0].any()
-
-    fails, right, drawn = Counter[str](), [], {kind: np.zeros(VOCABULARY) for kind in leans}
-    for seed in range(SEEDS):
-        random = np.random.default_rng(seed)
-        reference = plain(given.shares, REFERENCE, random)
-        sample = speculative(given.drafts, given.shares, SAMPLES, random)
-        unbiased = compare(reference, sample, error_rate=ERROR_RATE)
-        fails["unbiased"] += unbiased.differs
-        right.append(unbiased.p_ranks)
-        for kind, lean in leans.items():
-            biased = speculative(given.drafts, given.shares, SAMPLES, random, lean)
-            drawn[kind] += np.bincount(biased[:, 0], minlength=VOCABULARY)
-            fails[kind] += compare(reference, biased, error_rate=ERROR_RATE).differs
-    assert fails["unbiased"] <= 1
-    assert fails["eager"] >= 19
-    assert fails["reluctant"] >= 19
-    assert stats.kstest(right, "uniform").pvalue > 0.001
-    for kind, lean in leans.items():
-        expected = lean.verified[START, 0] * SAMPLES * SEEDS
-        np.testing.assert_array_equal(drawn[kind][expected == 0], 0)
-        assert stats.chisquare(drawn[kind][expected > 0], expected[expected > 0]).pvalue > 1e-4
-
-
-def test_the_error_rate_is_what_it_says() -> None:
-    """400 comparisons of equal distributions, whose numbers of small p-values are those of a fair coin."""
-    shares, random = setting("chain", "plain").shares, np.random.default_rng(1)
-    found = [compare(plain(shares, 8_000, random), plain(shares, 2_000, random)) for _ in range(400)]
-    for rate in (0.01, 0.05, 0.2):
-        below = sum(one.p_ranks < rate for one in found)
-        assert stats.binomtest(below, len(found), rate).pvalue > 0.001, (rate, below)
-        assert stats.binomtest(sum(one.p_value < rate for one in found), len(found), rate, "greater").pvalue > 0.001
-    for position in range(LENGTH):
-        floor = np.mean([one.tv_floor_by_position[position] for one in found])
-        assert floor == pytest.approx(np.mean([one.tv_by_position[position] for one in found]), rel=0.05)
-
-
-# --- arithmetic
+SAMPLES = 20_000
 
 
 def test_one_position_is_pearsons_chi_square() -> None:
@@ -406,9 +129,6 @@ def test_a_reference_without_variety_is_refused() -> None:
         compare(np.ones((4_000, 3), int), np.ones((4_000, 3), int))
 
 
-# --- collecting
-
-
 class Scripted(ThreadingHTTPServer):
     """Answers /generate; `broken` spoils the answers."""
 
@@ -472,6 +192,8 @@ def server() -> Iterator[Scripted]:
 
 
 CASES = [Case((1, 5), temperature=0.7), Case((2,), top_p=0.9, top_k=8)]
+
+
 HEADERS = {"authorization": "Bearer key"}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,15 @@ from aiohttp import web
 
 from drafter.data.spool import Handshake, part_file, spool_of, write_handshake
 from drafter.data.tensorfile import write_tensors
+from tests.app_thread import AppThread, cut
 from tests.drafter.capturing import LAYERS, N_AUX, WIDTH, hidden
 
 KEY = "engine-key"
 REFUSED, SILENT, OTHER_IDS, NAN, DEAD, SLOW = 1001, 1002, 1003, 1004, 1005, 1006
 
 
-class FakeCapturingEngine:
-    """Runs in a thread between `start` and `stop`. chunk: rows of one part. delay: seconds before an answer."""
+class FakeCapturingEngine(AppThread):
+    """chunk: rows of one part. delay: seconds before an answer."""
 
     def __init__(self, folder: Path, target: Path) -> None:
         self.folder, self.target = folder, target
@@ -35,32 +35,13 @@ class FakeCapturingEngine:
     def start(self) -> FakeCapturingEngine:
         spool_of(self.folder).mkdir(parents=True)
         self.shake_hands()
-        started = threading.Event()
-        self.loop = asyncio.new_event_loop()
+        return super().start()
 
-        async def up() -> None:
-            app = web.Application()
-            app.router.add_get("/model_info", self._info)
-            app.router.add_post("/generate", self._generate)
-            self.runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await self.runner.setup()
-            await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-            started.set()
-
-        def run() -> None:
-            self.loop.run_until_complete(up())
-            self.loop.run_forever()
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-        assert started.wait(10)
-        return self
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/model_info", self._info)
+        app.router.add_post("/generate", self._generate)
+        return app
 
     def shake_hands(self, **changes: object) -> None:
         inputs_to = [layer + 1 for layer in LAYERS]
@@ -84,8 +65,7 @@ class FakeCapturingEngine:
         try:
             await asyncio.sleep(self.slow if fault == SLOW else self.delay * (1 + len(self.answered) % 3))
             if fault == DEAD:
-                assert request.transport is not None
-                request.transport.abort()
+                cut(request)
                 return web.Response()
             if fault == REFUSED:
                 return web.json_response({"error": {"message": "The input is too long."}}, status=400)

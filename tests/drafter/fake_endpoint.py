@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from aiohttp import web
+
+from tests.app_thread import AppThread
 
 Body = dict[str, Any]
 END = 2
@@ -31,53 +32,28 @@ class Cues:
     ids: bool = True
 
 
-class FakeEndpoint(ThreadingHTTPServer):
-    """Serves in a thread of its own until `close`."""
-
-    daemon_threads = True
-    request_queue_size = 128
+class FakeEndpoint(AppThread):
+    """`bodies` holds the path and the body of every request."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
         self.cues = Cues()
         self.bodies: list[tuple[str, Body]] = []
-        self.lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/v1/chat/completions", self._answer)
+        return app
 
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        """Silence."""
-
-    def do_POST(self) -> None:
-        assert isinstance(self.server, FakeEndpoint)
-        body: Body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        cues = self.server.cues
-        with self.server.lock:
-            self.server.bodies.append((self.path, body))
-            status = cues.status.pop(0) if cues.status else 200
-        if status != 200:
-            self.reply(status, {"message": "busy"})
-        elif self.path == "/v1/completions":
+    async def _answer(self, request: web.Request) -> web.Response:
+        body: Body = await request.json()
+        cues = self.cues
+        self.bodies.append((request.path, body))
+        if cues.status:
+            return web.json_response({"message": "busy"}, status=cues.status.pop(0))
+        if request.path == "/v1/completions":
             reason = "stop" if cues.prompt_ends(body) else "length"
-            self.reply(200, {"choices": [{"text": cues.prompt(body), "finish_reason": reason}]})
-        else:
-            ids = {"input_ids": [1, 5, 6], "output_ids": [cues.answer(body)]} if cues.ids else None
-            message = {"role": "assistant", "content": cues.text(body)}
-            self.reply(200, {"choices": [{"message": message, "finish_reason": "stop"}], "sglext": ids})
-
-    def reply(self, status: int, found: Body) -> None:
-        data = json.dumps(found).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+            return web.json_response({"choices": [{"text": cues.prompt(body), "finish_reason": reason}]})
+        ids = {"input_ids": [1, 5, 6], "output_ids": [cues.answer(body)]} if cues.ids else None
+        message = {"role": "assistant", "content": cues.text(body)}
+        return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}], "sglext": ids})

@@ -1,6 +1,5 @@
 """The capture client against a fake engine: what it keeps, in which order, what it refuses, and how it goes on."""
 
-import argparse
 import json
 import os
 import signal
@@ -9,14 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from drafter.__main__ import main
 from drafter.data import capture as capturing
 from drafter.data import shard_writer, spool
 from drafter.data.capture import CaptureError, capture, read_conversations
-from drafter.data.capture_cli import add_capture
 from drafter.data.shards import ShardError, check_target, open_shards
 from drafter.data.spool import SpoolError
 from tests.drafter import fake_capturing_engine as fakes
@@ -194,7 +194,7 @@ def test_a_disk_that_fills_keeps_what_is_there(fake, tmp_path, monkeypatch):
     entries, free = lines(40), iter([10**12] * 15)
 
     def usage(path):
-        return argparse.Namespace(free=next(free, 1000))
+        return SimpleNamespace(free=next(free, 1000))
 
     monkeypatch.setattr(capturing.shutil, "disk_usage", usage)
     with pytest.raises(CaptureError, match=r"is full but for 0\.5 GB: what is there is valid"):
@@ -325,41 +325,46 @@ def test_files_that_cannot_be_read(tmp_path):
         read_conversations([tmp_path / "a.jsonl"])
 
 
-CLI = (
-    "import argparse, sys\n"
-    "from drafter.data.capture_cli import add_capture\n"
-    "top = argparse.ArgumentParser()\n"
-    "add_capture(top.add_subparsers(required=True))\n"
-    "arguments = top.parse_args()\n"
-    "sys.exit(arguments.run(arguments))\n"
-)
+@pytest.fixture
+def shown(capsys, monkeypatch):
+    """A command as below, run in this process from the repository's folder: (exit code, stdout, stderr)."""
+
+    def run(arguments):
+        monkeypatch.chdir(REPO)
+        try:
+            code = main(arguments[3:])
+        except SystemExit as end:  # argparse
+            code = end.code
+        return (code, *capsys.readouterr())
+
+    return run
 
 
 def command(fake, tmp_path, file, *more, out="out"):
     (tmp_path / "engine.yaml").write_text(json.dumps({"api-key": KEY, "admin-api-key": "a"}))
     where = ["--url", fake.url, "--dir", str(fake.folder), "--out", str(tmp_path / out)]
     keys = ["--key-file", str(tmp_path / "engine.yaml")]
-    return [sys.executable, "-c", CLI, "capture", str(file), *where, *keys, "--shard-mb", "0.004", *more]
+    return [sys.executable, "-m", "drafter", "capture", str(file), *where, *keys, "--shard-mb", "0.004", *more]
 
 
-def test_the_command(fake, tmp_path):
+def test_the_command(fake, tmp_path, shown):
     file = write_lines(tmp_path / "answers.jsonl", lines(9))
-    shown = subprocess.run(command(fake, tmp_path, file, "--json"), capture_output=True, text=True, cwd=REPO)
-    assert shown.returncode == 0, shown.stderr
-    printed = json.loads(shown.stdout)
+    done = subprocess.run(command(fake, tmp_path, file, "--json"), capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
     assert printed["documents"] == 9 and printed["data_hash"] == open_shards(tmp_path / "out").data_hash
-    assert "eyas: 9 documents, " in shown.stderr and KEY not in shown.stderr + shown.stdout
-    again = subprocess.run(command(fake, tmp_path, file), capture_output=True, text=True, cwd=REPO)
-    assert again.returncode == 0 and "(9 are there already)" in again.stderr and "9 documents" in again.stdout
+    assert "eyas: 9 documents, " in done.stderr and KEY not in done.stderr + done.stdout
+    code, out, err = shown(command(fake, tmp_path, file))
+    assert code == 0 and "(9 are there already)" in err and "9 documents" in out
 
 
-def test_refused_lines_are_findings(fake, tmp_path):
+def test_refused_lines_are_findings(fake, tmp_path, shown):
     entries = lines(4)
     entries[1]["input_ids"][0] = fakes.REFUSED
     file = write_lines(tmp_path / "answers.jsonl", entries)
-    shown = subprocess.run(command(fake, tmp_path, file), capture_output=True, text=True, cwd=REPO)
-    assert shown.returncode == 1
-    assert "eyas: not captured: " in shown.stderr and "answers.jsonl:2" in shown.stderr
+    code, _, err = shown(command(fake, tmp_path, file))
+    assert code == 1
+    assert "eyas: not captured: " in err and "answers.jsonl:2" in err
 
 
 @pytest.mark.parametrize(
@@ -373,18 +378,18 @@ def test_refused_lines_are_findings(fake, tmp_path):
         (["--out", "pyproject.toml/x"], 1, "eyas: the folder pyproject.toml/x cannot be made"),
     ],
 )
-def test_errors_of_the_command(fake, tmp_path, more, code, message):
+def test_errors_of_the_command(fake, tmp_path, shown, more, code, message):
     file = write_lines(tmp_path / "answers.jsonl", lines(2))
-    shown = subprocess.run(command(fake, tmp_path, file, *more), capture_output=True, text=True, cwd=REPO)
-    assert (shown.returncode, shown.stdout) == (code, "")
-    assert message in shown.stderr and "Traceback" not in shown.stderr
+    ended, out, err = shown(command(fake, tmp_path, file, *more))
+    assert (ended, out) == (code, "")
+    assert message in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_client_that_ends_early_goes_on(fake, tmp_path, number):
+def test_a_client_that_ends_early_goes_on(fake, tmp_path, shown, number):
     entries = lines(60)
     file = write_lines(tmp_path / "answers.jsonl", entries)
-    assert subprocess.run(command(fake, tmp_path, file, out="whole"), cwd=REPO).returncode == 0
+    assert shown(command(fake, tmp_path, file, out="whole"))[0] == 0
     fake.delay, before = 0.01, len(fake.answered)
     process = subprocess.Popen(
         command(fake, tmp_path, file, "--concurrency", "2"), cwd=REPO, stderr=subprocess.PIPE, text=True
@@ -399,7 +404,7 @@ def test_a_client_that_ends_early_goes_on(fake, tmp_path, number):
     held = len(open_shards(tmp_path / "out", verify=True))
     assert 0 < held < 60
     fake.delay = 0
-    assert subprocess.run(command(fake, tmp_path, file), cwd=REPO).returncode == 0
+    assert shown(command(fake, tmp_path, file))[0] == 0
     check(tmp_path / "out", entries)
     assert not list(spool.spool_of(fake.folder).iterdir())
     if number == signal.SIGKILL:  # the same bytes as if nothing had happened
@@ -407,9 +412,7 @@ def test_a_client_that_ends_early_goes_on(fake, tmp_path, number):
             assert shard.read_bytes() == (tmp_path / "out" / shard.name).read_bytes()
 
 
-def test_help_teaches():
-    top = argparse.ArgumentParser()
-    add_capture(top.add_subparsers())
-    shown = subprocess.run([sys.executable, "-c", CLI, "capture", "--help"], capture_output=True, text=True, cwd=REPO)
-    assert shown.returncode == 0
-    assert "server engine --profile" in shown.stdout and "exit codes" in shown.stdout
+def test_help_teaches(shown):
+    code, out, _ = shown([sys.executable, "-m", "drafter", "capture", "--help"])
+    assert code == 0
+    assert "server engine --profile" in out and "exit codes" in out

@@ -12,7 +12,8 @@ from drafter.__main__ import main
 from drafter.checkpoint.formats import FormatError, ids_of, inputs_of
 from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.subject import TargetFacts
-from tests.drafter.mutations import CANARY, Bomb, scramble, to_absolute
+from tests.drafter.spoilt_files import CANARY, Bomb
+from tests.drafter.spoilt_tensors import scramble, to_absolute
 from tests.drafter.test_preflight import random_weights, write_config, write_target
 from tests.server.drafters import HIDDEN, MLA, TARGET_IDS, VOCAB, llama_tensors, mla_tensors, write_drafter
 

@@ -18,7 +18,7 @@ from drafter.checkpoint.vocab import DraftVocab
 from tests.server.drafters import DRAFT_VOCAB, TARGET_IDS, VOCAB, llama_tensors, write_drafter
 
 SIZE = 24
-FOLDER_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+FOLDER_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:

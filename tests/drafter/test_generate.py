@@ -22,9 +22,9 @@ TEMPLATE = Template("<user>", "<end>", frozenset({END}))
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
     monkeypatch.setattr(Template, "of_folder", classmethod(lambda cls, folder, own_prompts: TEMPLATE))
-    fake = FakeEndpoint()
+    fake = FakeEndpoint().start()
     yield fake
-    fake.close()
+    fake.stop()
 
 
 @pytest.fixture

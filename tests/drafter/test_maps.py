@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -24,7 +24,6 @@ def fits(ids: list[int], size: int | None, marked: set[int] | None) -> bool:
     return inside and len(set(ids)) == len(ids) and (marked is None or set(ids) == marked)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_reading_is_the_one_that_fits(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 12))
@@ -53,7 +52,6 @@ def test_the_reading_is_the_one_that_fits(data: st.DataObject) -> None:
         assert ids.tolist() == found[reading] and (evidence or stored == shifted)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(12)).flatmap(lambda ids: st.integers(2, 11).map(lambda n: ids[:n])), st.booleans())
 def test_t2d_decides_and_the_order_is_kept(ids: list[int], absolute: bool) -> None:
     stored = np.array(ids) if absolute else np.array(ids) - np.arange(len(ids))

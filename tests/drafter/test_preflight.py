@@ -17,7 +17,8 @@ from drafter.checkpoint.folder import DrafterError, open_folder
 from drafter.checkpoint.preflight import NAMES, preflight
 from drafter.checkpoint.subject import Deployment, Subject, read_target
 from drafter.data.tensorfile import map_tensors
-from tests.drafter.mutations import CANARY, mutations
+from tests.drafter.mutations import mutations
+from tests.drafter.spoilt_files import CANARY
 from tests.server.drafters import (
     HEADS,
     HIDDEN,

@@ -61,7 +61,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.sampled_from(
         sorted(
@@ -102,7 +102,7 @@ def test_any_config_is_judged_without_a_traceback(tmp_path, key, value, style):
     summary.render(json.loads(json.dumps(summary.summarise(folder), allow_nan=False)), tensors=True)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=JSON, part=st.sampled_from(["sha256", "target", "capture", "vocab_hash", "format"]))
 def test_any_manifest_is_judged_without_a_traceback(tmp_path, value, part):
     folder, target = tmp_path / "d", tmp_path / "t"
@@ -113,7 +113,7 @@ def test_any_manifest_is_judged_without_a_traceback(tmp_path, value, part):
     preflight(Subject(open_folder(folder), read_target(target)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damaged_byte_is_harmless_or_named(tmp_path, data):
     """A file with bytes changed anywhere in its header is refused, or reads as a drafter still."""

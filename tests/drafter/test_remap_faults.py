@@ -14,20 +14,10 @@ import pytest
 from drafter.__main__ import main
 from drafter.checkpoint.headstart import Likeness, describe
 from drafter.data.tensorfile import write_tensors
-from tests.drafter.test_remap import DTYPES, HEAD, Remap, cast, drafter_of, normal, tensors_of, verifier_of, write_map
+from tests.drafter.remapping import DTYPES, HEAD, Remap, cast, drafter_of, normal, tensors_of, verifier_of, write_map
 from tests.server.drafters import HIDDEN, VOCAB
 
 OLD, OTHER = [1, 2, 5, 9], [1, 3, 5, 9]
-
-
-@pytest.fixture
-def remap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Remap:
-    return Remap(tmp_path, capsys)
-
-
-@pytest.fixture
-def verifier(tmp_path: Path) -> Path:
-    return verifier_of(tmp_path / "verifier", normal(VOCAB, HIDDEN, seed=7))
 
 
 def test_a_map_that_the_manifest_contradicts(remap: Remap, verifier: Path) -> None:

@@ -17,7 +17,7 @@ from drafter.training.model import load_drafter
 from drafter.training.target import load_target
 from tests.tiny import TinyPair, build
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.peers
 
 REPO = Path(__file__).parents[2]
 SIDE = Path(__file__).with_name("speculators_side.py")

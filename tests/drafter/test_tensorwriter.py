@@ -143,7 +143,7 @@ def test_a_part_that_gives_another_number_of_bytes_is_a_fault_of_ours(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(numbers=st.lists(st.integers(0, 19), max_size=30), half=st.booleans())
 def test_rows_by_number(tmp_path: Path, numbers: list[int], half: bool) -> None:
     matrix = np.arange(20 * 3).reshape(20, 3).astype(np.float16 if half else np.float32)

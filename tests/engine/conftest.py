@@ -1,57 +1,23 @@
-"""Real engines for tests: one at a time, kept while the tests that follow want the same one."""
+"""What tests on the real SGLang share: its engines, and the order that starts each of them once."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from server.config import Profile, load_profile
-from server.engine import Engine
-from tests.engine.profiles import profile_text
+from tests.engine.pool import EnginePool
+from tests.engine.served import CAPTURING, SERVED, Served, place
 from tests.tiny import TinyPair, build
 
+HERE = Path(__file__).parent
 
-class EnginePool:
-    """Starts engines on demand and stops the one before: two at once are too many for this machine."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._key: object = None
-        self._engine: Engine | None = None
-        self._count = 0
-
-    def profile(self, pair: TinyPair, requests: int = 16, extra_args: tuple[str, ...] = ()) -> Profile:
-        """A profile that serves `pair.target` in fp32."""
-        file = self._folder / f"{pair.name}-{requests}.toml"
-        file.write_text(profile_text(pair, requests, extra_args))
-        return load_profile(file)
-
-    def get(
-        self,
-        pair: TinyPair,
-        drafter: str,
-        *,
-        requests: int = 16,
-        extra_args: tuple[str, ...] = (),
-        **options: Any,
-    ) -> Engine:
-        """The engine that serves `pair` with `drafter`: none, ngram, or a name in `pair.drafters`."""
-        key = (pair.name, drafter, requests, extra_args, tuple(sorted(options.items())))
-        if key != self._key or self._engine is None or self._engine.state != "ready":
-            self.stop()
-            self._count += 1
-            what = drafter if drafter in ("none", "ngram") else str(pair.drafters[drafter])
-            profile, run_dir = self.profile(pair, requests, extra_args), self._folder / f"run-{self._count}"
-            engine = Engine(profile, what, run_dir=run_dir, **options)
-            engine.start()
-            self._engine, self._key = engine, key
-        return self._engine
-
-    def stop(self) -> None:
-        if self._engine is not None:
-            self._engine.stop()
-        self._engine = self._key = None
+@pytest.hookimpl(trylast=True)  # after pytest's own order
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of this folder by engine; all others stay where they are."""
+    places = [index for index, item in enumerate(items) if HERE in item.path.parents]
+    for index, item in zip(places, sorted((items[index] for index in places), key=place), strict=True):
+        items[index] = item
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +31,39 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePool]:
 def tiny() -> Callable[[str], TinyPair]:
     """`tiny("llama")` or `tiny("kimi")`: trained once, then cached."""
     return build
+
+
+@pytest.fixture(scope="session")
+def get_served(
+    engines: EnginePool, tiny: Callable[[str], TinyPair], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Served]:
+    """`get_served("llama-chain")`: any of SERVED by its name."""
+    folder = tmp_path_factory.mktemp("capturing")
+
+    def get(name: str) -> Served:
+        target, drafter, options = SERVED[name]
+        capture = {"capture_dir": folder} if name in CAPTURING else {}
+        return Served(name, tiny(target), drafter, options | capture, engines, capture.get("capture_dir"))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def probed(get_served: Callable[[str], Served]) -> Callable[[str], list[int]]:
+    """`probed("llama-chain")`: what the steps of that engine's probe accepted, at its first start."""
+    known: dict[str, list[int]] = {}
+
+    def ask(name: str) -> list[int]:
+        if name not in known:
+            probe = get_served(name).engine.probe
+            assert probe is not None
+            known[name] = probe.histogram
+        return known[name]
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def served(request: pytest.FixtureRequest, get_served: Callable[[str], Served]) -> Served:
+    """The engine that `on(…)` names."""
+    return get_served(request.param)

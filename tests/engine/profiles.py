@@ -15,6 +15,7 @@ dtype = "float32"
 context_length = 1024
 max_running_requests = {requests}
 max_total_tokens = 65536
+start_timeout_s = 850.0
 env = {{OMP_NUM_THREADS = "1"}}
 extra_args = {extra_args}
 [capture]

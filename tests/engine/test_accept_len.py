@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -18,15 +17,14 @@ import pytest
 
 from bench.load import Endpoint, Sampling, send_block
 from bench.lossless import Question, ask_gaps
-from drafter.__main__ import main as drafter
-from drafter.data.conversations import read_with_ids
 from drafter.data.prompts import Prompt
 from drafter.report import read_report
 from server.engine import port_is_free
-from tests.engine.conftest import EnginePool
+from tests.engine.pool import EnginePool
+from tests.engine.served import Served, on
 from tests.tiny import TinyPair
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 SCRIPT = Path(__file__).parents[2] / "bench" / "accept_len.py"
 ANSWERS = 8
 SENTENCE = "the eagle hunts over water and sees a fish then it dives holds turns lands feeds its young in spring"
@@ -66,8 +64,8 @@ def bench(engines: EnginePool, llama: TinyPair, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="module")
 def measured(bench: Bench, llama: TinyPair) -> tuple[dict[str, dict[str, Any]], dict[str, Any], str]:
-    """(variants by name, the whole report, what was printed) of none, NGRAM and three drafters of known quality."""
-    chosen = ["ngram", *(str(llama.drafters[f"mha_{kind}"]) for kind in ("noised_b", "perfect", "noised_a"))]
+    """(variants by name, the whole report, what was printed) of none, NGRAM and two drafters of known quality."""
+    chosen = ["ngram", *(str(llama.drafters[f"mha_{kind}"]) for kind in ("perfect", "noised_a"))]
     args = [word for name in chosen for word in ("--drafter", name)]
     process, out = bench.start("measured", *args, "--limit", str(ANSWERS), "--max-tokens", "96")
     printed, said = process.communicate(timeout=800)
@@ -78,7 +76,7 @@ def measured(bench: Bench, llama: TinyPair) -> tuple[dict[str, dict[str, Any]], 
 
 def test_every_variant_is_measured_the_baseline_first(measured: Any):
     variants, report, _ = measured
-    assert list(variants) == ["none", "ngram", "mha_noised_b", "mha_perfect", "mha_noised_a"]
+    assert list(variants) == ["none", "ngram", "mha_perfect", "mha_noised_a"]
     assert {variant["status"] for variant in variants.values()} == {"ok"}
     assert report["provenance"]["engine_version"] == "0.5.23"
     assert report["simulated"] is False
@@ -101,7 +99,7 @@ def test_better_drafters_earn_more(measured: Any):
     variants, _, _ = measured
     lengths = {name: variant.get("acceptance_length") for name, variant in variants.items()}
     assert lengths["none"] is None
-    assert 1.0 < lengths["mha_noised_b"] < lengths["mha_noised_a"] < lengths["mha_perfect"] <= 4.0
+    assert 1.0 < lengths["mha_noised_a"] < lengths["mha_perfect"] <= 4.0
     assert lengths["mha_perfect"] > 3.0
 
 
@@ -163,48 +161,6 @@ def test_steps_are_placed_and_timed(measured: Any):
         assert low <= variant["speedup"] <= high
 
 
-def words(count: int) -> str:
-    rng = random.Random(5)
-    return "".join(json.dumps({"prompt": " ".join(rng.choices(SENTENCE.split(), k=12))}) + "\n" for _ in range(count))
-
-
-def test_the_command_counts_what_our_own_model_walks(
-    bench: Bench, engines: EnginePool, llama: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Plain greedy tokens, captured, and the drafter walked along them: every prompt's histogram, exactly."""
-    prompts, answers, spool, shards = (tmp_path / name for name in ("asked.jsonl", "answers.jsonl", "spool", "shards"))
-    prompts.write_text(words(20))
-    for options, verb in (({}, "generate"), ({"capture_dir": spool}, "capture")):
-        engine = engines.get(llama, "none", **options)
-        keys = ["--url", engine.url, "--key-file", str(engine.key_file)]
-        if verb == "generate":
-            asked = ["--model", engine.served_name, "--target", str(llama.target), "--prompts", str(prompts)]
-            assert drafter([verb, *keys, *asked, "--max-tokens", "48", "--past", "4", "--out", str(answers)]) == 0
-        else:
-            assert drafter([verb, str(answers), *keys, "--dir", str(spool), "--out", str(shards)]) == 0
-    engines.stop()
-    capsys.readouterr()
-    given = str(llama.drafters["mha_noised_a"])
-    command = ["evaluate", "--drafter", given, "--shards", str(shards), "--target", str(llama.target)]
-    assert drafter([*command, "--num-steps", "3", "--json"]) == 0
-    walked = json.loads(capsys.readouterr().out)
-    args = ["--drafter", given, "--baseline", given, "--prompts", str(prompts), "--max-tokens", "48"]
-    process, out = bench.start("walked", *args)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    (variant,) = read_report(out / "report.json")["variants"]
-    served = {request["prompt_id"]: request["histogram"] for request in variant["requests"]}
-    lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
-    # Answers lie in the order in which they ended, and so do the walked documents.
-    order = [lines.index(each.messages[0]["content"]) + 1 for each in read_with_ids(answers)]
-    histograms = [served[f"asked/{number}"] for number in order]
-    assert sorted(order) == list(range(1, 21))
-    assert [document["histogram"] for document in walked["documents"]] == [
-        histogram + [0] * (4 - len(histogram)) for histogram in histograms
-    ]
-    assert variant["acceptance_length"] == walked["acceptance_length"] > 1.5
-
-
 def test_several_answers_loads_and_the_sampling_check(bench: Bench, llama: TinyPair):
     """At temperature 1, with two answers to each request, at two concurrencies: counted together, sampled alike."""
     args = ["--drafter", str(llama.drafters["mha_noised_a"]), "--temperature", "1", "--answers", "2", "--limit", "8"]
@@ -226,9 +182,10 @@ def test_several_answers_loads_and_the_sampling_check(bench: Bench, llama: TinyP
         assert variant["sampling"]["differs"] is False and variant["sampling"]["prompts"] >= 1
 
 
-def test_how_near_a_tie_was(engines: EnginePool, llama: TinyPair):
+@on("llama")
+def test_how_near_a_tie_was(served: Served):
     """The plain engine's own greedy token is likelier than any other after the same tokens, and the gap has a sign."""
-    engine = engines.get(llama, "none")
+    engine = served.engine
     endpoint = Endpoint(engine.url, engine.served_name, False, engine.headers, engine.admin_headers)
     prompt = Prompt("p", "c", ({"role": "user", "content": SENTENCE},))
     block = send_block(endpoint, [prompt], Sampling(12), 1, [0], lambda answer: None)
@@ -237,7 +194,6 @@ def test_how_near_a_tie_was(engines: EnginePool, llama: TinyPair):
     asked = [Question("p", "default", ids[:6], (ids[6], other)) for other in others]
     swapped = [Question("p", "default", ids[:6], (other, ids[6])) for other in others[:3]]
     found = ask_gaps(endpoint, [*asked, *swapped], {"p": prompt}, Sampling(12))
-    engines.stop()
     for question in asked:
         gap = found[question]
         assert gap is not None and gap > 0
@@ -277,6 +233,7 @@ def running(bench: Bench, name: str, until: str, *args: str) -> Iterator[tuple[s
         process.wait()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_is_a_failed_variant_and_the_next_one_runs(bench: Bench):
     prompts = bench.folder / "many.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Count to {number}."}) + "\n" for number in range(60)))

@@ -1,6 +1,6 @@
 """Capture on the real engine, fp32: what lands in the shards is what transformers computes, however it was read.
 
-Alone or sixteen at a time, whole or in chunks, without a drafter or while one serves: the same tensors.
+Alone or sixteen at a time, whole, or in chunks while a drafter serves: the same tensors.
 """
 
 import json
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from drafter.data import spool
 from drafter.data.capture import CaptureError, Reading, capture, read_conversations
 from drafter.data.shards import ShardFolder, check_target, open_shards
 from server.engine import Engine, EngineError
-from tests.engine.conftest import EnginePool
+from tests.engine.pool import EnginePool
+from tests.engine.served import CAPTURING, CHUNK, Served, on
 from tests.tiny import TinyPair, targets
 
 pytestmark = pytest.mark.engine
@@ -32,48 +32,8 @@ pytestmark = pytest.mark.engine
 REPO = Path(__file__).parents[2]
 LENGTHS = (3, 5, 17, 40, 64, 65, 90, 128, 129, 200, 260, 300, 11, 33, 8, 70)
 ANSWER, PAST = 24, 4
-CHUNK = 64
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 FINAL = -1  # transformers' last hidden state is after the final norm
-
-# name: (target, drafter, options of the engine)
-MODES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "none", {}),
-    "llama-chunked": ("llama", "none", {"extra_args": ("--chunked-prefill-size", str(CHUNK))}),
-    "llama-serving": ("llama", "mha_noised_a", {"num_steps": 3}),
-    "kimi": ("kimi", "none", {}),
-    "kimi-serving": ("kimi", "mla_noised_a", {"num_steps": 3}),
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("capturing")
-
-
-@dataclass(frozen=True)
-class Running:
-    """The engine of a mode, its target, and how to start it again after it was killed."""
-
-    engines: EnginePool
-    pair: TinyPair
-    drafter: str
-    options: dict[str, Any]
-
-    @property
-    def engine(self) -> Engine:
-        return self.engines.get(self.pair, self.drafter, **self.options)
-
-
-@pytest.fixture(scope="module")
-def running(engines: EnginePool, tiny: Any, folder: Path, request: pytest.FixtureRequest) -> Running:
-    """By indirect parameters of module scope, so that pytest runs all tests of a mode on one engine."""
-    target, drafter, options = MODES[request.param]
-    return Running(engines, tiny(target), drafter, {**options, "capture_dir": folder})
-
-
-def on(*modes: str) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("running", modes, indirect=True)
 
 
 class References:
@@ -99,9 +59,16 @@ class References:
         return self._made[pair.name]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def references() -> References:
     return References()
+
+
+@pytest.fixture
+def folder(served: Served) -> Path:
+    """Where the engine captures to."""
+    assert served.folder
+    return served.folder
 
 
 def captured(engine: Engine, conversations: list[Reading], out: Path, concurrency: int = 16) -> ShardFolder:
@@ -118,14 +85,14 @@ def captured(engine: Engine, conversations: list[Reading], out: Path, concurrenc
     return open_shards(out, verify=True)
 
 
-@on(*MODES)
-def test_captured_states_are_those_of_transformers(running: Running, references: References, tmp_path: Path) -> None:
-    pair = running.pair
+@on(*CAPTURING)
+def test_captured_states_are_those_of_transformers(served: Served, references: References, tmp_path: Path) -> None:
+    pair = served.pair
     conversations, aux, final = references.get(pair)
     names = [name for name in load_file(pair.target / "model.safetensors") if name.endswith("lm_head.weight")]
     head_VH = load_file(pair.target / "model.safetensors")[names[0]].numpy()
     for concurrency in (16, 1):
-        shards = captured(running.engine, conversations, tmp_path / str(concurrency), concurrency)
+        shards = captured(served.engine, conversations, tmp_path / str(concurrency), concurrency)
         manifest = shards.manifest
         assert (manifest["layer_ids"], manifest["convention"]) == (list(pair.layer_ids), pair.convention)
         assert (manifest["dtype"], manifest["hidden_size"]) == ("float32", pair.hidden_size)
@@ -154,9 +121,9 @@ def test_layers_are_told_apart(tiny: Any, references: References) -> None:
                 assert np.abs(one - other).max() > 0.1
 
 
-@on("llama-chunked", "llama-serving")
-def test_other_requests_leave_nothing_behind(running: Running, folder: Path) -> None:
-    engine = running.engine
+@on("llama-chunked")
+def test_other_requests_leave_nothing_behind(served: Served, folder: Path) -> None:
+    engine = served.engine
     body = {"input_ids": [20] * 200, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
     answer = httpx.post(f"{engine.url}/generate", json=body, headers=engine.headers, timeout=120)
     assert answer.status_code == 200
@@ -164,9 +131,9 @@ def test_other_requests_leave_nothing_behind(running: Running, folder: Path) -> 
 
 
 @on("llama-chunked")
-def test_chunks_are_really_chunks(running: Running, references: References, folder: Path) -> None:
-    engine = running.engine
-    conversations, aux, _ = references.get(running.pair)
+def test_chunks_are_really_chunks(served: Served, references: References, folder: Path) -> None:
+    engine = served.engine
+    conversations, aux, _ = references.get(served.pair)
     longest = max(range(len(LENGTHS)), key=lambda index: LENGTHS[index])
     ids, rid = conversations[longest].ids, spool.RID_PREFIX + "chunks"
     body = {"input_ids": ids.tolist(), "rid": rid, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -179,9 +146,9 @@ def test_chunks_are_really_chunks(running: Running, references: References, fold
     spool.delete_parts(folder, rid)
 
 
-@on("llama")
-def test_a_text_too_long_is_refused_and_named(running: Running, folder: Path, tmp_path: Path) -> None:
-    engine = running.engine
+@on("llama-capture")
+def test_a_text_too_long_is_refused_and_named(served: Served, folder: Path, tmp_path: Path) -> None:
+    engine = served.engine
     long = Reading("line 7", np.full(2000, 20, np.int32), np.full(4, 21, np.int32), 0)
     short = Reading("line 8", np.full(20, 20, np.int32), np.full(4, 21, np.int32), 0)
     result = capture(
@@ -189,16 +156,6 @@ def test_a_text_too_long_is_refused_and_named(running: Running, folder: Path, tm
     )
     assert result.documents == 1 and len(result.refused) == 1
     assert result.refused[0].startswith("line 7: ") and "1024" in result.refused[0]
-
-
-CLIENT = (
-    "import argparse, sys\n"
-    "from drafter.data.capture_cli import add_capture\n"
-    "top = argparse.ArgumentParser()\n"
-    "add_capture(top.add_subparsers(required=True))\n"
-    "arguments = top.parse_args()\n"
-    "sys.exit(arguments.run(arguments))\n"
-)
 
 
 @pytest.fixture
@@ -224,7 +181,7 @@ def client(engine: Engine, file: Path, out: Path) -> subprocess.Popen[str]:
     where = ["--url", engine.url, "--dir", str(engine.capture.folder), "--key-file", str(engine.key_file)]
     small = ["--shard-mb", "0.5", "--concurrency", "4"]
     return subprocess.Popen(
-        [sys.executable, "-c", CLIENT, "capture", str(file), *where, "--out", str(out), *small],
+        [sys.executable, "-m", "drafter", "capture", str(file), *where, "--out", str(out), *small],
         cwd=REPO,
         stderr=subprocess.PIPE,
         text=True,
@@ -242,9 +199,9 @@ def same(one: Path, other: Path, file: Path) -> None:
         np.testing.assert_allclose(a.final_hidden, b.final_hidden, **TOLERANCE)
 
 
-@on("llama")
-def test_a_killed_client_goes_on_where_it_was(running: Running, folder: Path, tmp_path: Path, file: Path) -> None:
-    engine = running.engine
+@on("llama-capture")
+def test_a_killed_client_goes_on_where_it_was(served: Served, folder: Path, tmp_path: Path, file: Path) -> None:
+    engine = served.engine
     assert client(engine, file, tmp_path / "whole").wait() == 0
     process = client(engine, file, tmp_path / "out")
     deadline = time.monotonic() + 120
@@ -261,11 +218,11 @@ def test_a_killed_client_goes_on_where_it_was(running: Running, folder: Path, tm
     assert not list(spool.spool_of(folder).iterdir())
 
 
-@on("llama")
+@on("llama-capture")
 def test_a_killed_engine_is_named_and_a_new_one_goes_on(
-    running: Running, folder: Path, tmp_path: Path, file: Path
+    served: Served, folder: Path, tmp_path: Path, file: Path
 ) -> None:
-    engine = running.engine
+    engine = served.engine
     process = client(engine, file, tmp_path / "out")
     deadline = time.monotonic() + 120
     while not (tmp_path / "out" / "manifest.json").exists() and time.monotonic() < deadline:
@@ -278,8 +235,8 @@ def test_a_killed_engine_is_named_and_a_new_one_goes_on(
     assert 0 < held < len(read_conversations([file]))
     with pytest.raises((CaptureError, spool.SpoolError)):
         capture([], url=engine.url, engine_dir=folder, out=tmp_path / "out", headers=engine.headers)
-    running.engines.stop()
-    engine = running.engine
+    served.pool.stop()
+    engine = served.engine
     assert client(engine, file, tmp_path / "out").wait() == 0
     assert client(engine, file, tmp_path / "whole").wait() == 0
     same(tmp_path / "whole", tmp_path / "out", file)

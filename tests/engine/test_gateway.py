@@ -4,7 +4,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ import pytest
 from server.arms import Arm
 from server.config import GatewayTable
 from server.engine import Engine
-from tests.engine.conftest import EnginePool
+from tests.engine.served import Served, on
 from tests.server.conftest import Gateway
 from tests.server.fake_engine import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, on("llama-chain")]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS = 12
@@ -27,7 +27,9 @@ LONG = 900  # tokens that take seconds: nobody waits for them here
 
 
 @dataclass(frozen=True)
-class Served:
+class Through:
+    """An engine, and a gateway before it."""
+
     engine: Engine
     gateway: Gateway
 
@@ -53,11 +55,11 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(engines: EnginePool, tiny: Callable[[str], Any]) -> Iterator[Served]:
-    engine = engines.get(tiny("llama"), "mha_noised_a", num_steps=3)
+def through(served: Served) -> Iterator[Through]:
+    engine = served.engine
     arm = Arm("tiny", engine.url, engine.api_key, engine.admin_key, engine.served_name, engine.drafter.name, "ready")
     gateway = Gateway(arm, GatewayTable()).start()
-    yield Served(engine, gateway)
+    yield Through(engine, gateway)
     gateway.stop()
 
 
@@ -74,14 +76,14 @@ def messages_of(stream: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"prompt": ["the eagle", "a fish"]}, {"prompt": [5, 6, 7]}])
-def test_answers_are_the_engines(served: Served, path: str, more: dict[str, Any]) -> None:
-    wanted = [(text_of(choice), choice["finish_reason"]) for choice in served.direct(path, **more)["choices"]]
-    plain = served.ask(path, **more).json()
+def test_answers_are_the_engines(through: Through, path: str, more: dict[str, Any]) -> None:
+    wanted = [(text_of(choice), choice["finish_reason"]) for choice in through.direct(path, **more)["choices"]]
+    plain = through.ask(path, **more).json()
     assert [(text_of(choice), choice["finish_reason"]) for choice in plain["choices"]] == wanted
     assert plain["usage"]["completion_tokens"] == TOKENS * len(wanted)
     assert "sglext" not in plain
 
-    messages = messages_of(served.ask(path, stream=True, **more).content)
+    messages = messages_of(through.ask(path, stream=True, **more).content)
     assert all(message["choices"] for message in messages)
     assert not any("sglext" in message or message.get("usage") for message in messages)
     texts, ends = [""] * len(wanted), [""] * len(wanted)
@@ -93,29 +95,29 @@ def test_answers_are_the_engines(served: Served, path: str, more: dict[str, Any]
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_was_asked_for_is_there(served: Served, path: str, n: int) -> None:
+def test_what_was_asked_for_is_there(through: Through, path: str, n: int) -> None:
     wishes = {"n": n, "return_spec_tokens_details": True, "stream": True, "stream_options": {"include_usage": True}}
-    *_, extension, usage = messages_of(served.ask(path, **wishes).content)
+    *_, extension, usage = messages_of(through.ask(path, **wishes).content)
     assert extension["choices"] == usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == TOKENS * n
     details = extension["sglext"]["spec_tokens_details"]
     assert isinstance(details, list) == (n > 1)
-    plain = served.ask(path, n=n, return_spec_tokens_details=True).json()["sglext"]["spec_tokens_details"]
+    plain = through.ask(path, n=n, return_spec_tokens_details=True).json()["sglext"]["spec_tokens_details"]
     assert isinstance(plain, list) == (n > 1)
 
 
-def test_token_ids_stay_when_the_statistics_go(served: Served) -> None:
+def test_token_ids_stay_when_the_statistics_go(through: Through) -> None:
     wish = {"return_output_ids_in_sglext": True}
-    plain = served.ask(CHAT, **wish).json()["sglext"]
+    plain = through.ask(CHAT, **wish).json()["sglext"]
     assert list(plain) == ["output_ids"]
-    streamed = messages_of(served.ask(CHAT, stream=True, **wish).content)[-1]["sglext"]
+    streamed = messages_of(through.ask(CHAT, stream=True, **wish).content)[-1]["sglext"]
     assert streamed == plain
     assert len(plain["output_ids"][0]) == TOKENS
 
 
-def test_openai_client(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.gateway.url}/v1", api_key="x", max_retries=0)
-    asked: dict[str, Any] = {"model": served.engine.served_name, "max_tokens": TOKENS, "temperature": 0}
+def test_openai_client(through: Through) -> None:
+    client = openai.OpenAI(base_url=f"{through.gateway.url}/v1", api_key="x", max_retries=0)
+    asked: dict[str, Any] = {"model": through.engine.served_name, "max_tokens": TOKENS, "temperature": 0}
     asked["messages"] = [{"role": "user", "content": "hi"}]
     whole = client.chat.completions.create(**asked).choices[0].message.content
     pieces = client.chat.completions.create(stream=True, **asked)
@@ -132,8 +134,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("bad", REFUSED.values(), ids=REFUSED)
-def test_the_engines_refusals_have_openais_shape(served: Served, bad: dict[str, Any], stream: bool) -> None:
-    answer = served.ask(CHAT, stream=stream, **bad)
+def test_the_engines_refusals_have_openais_shape(through: Through, bad: dict[str, Any], stream: bool) -> None:
+    answer = through.ask(CHAT, stream=stream, **bad)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -152,49 +154,49 @@ def test_the_engines_refusals_have_openais_shape(served: Served, bad: dict[str, 
     ids=["chat", "chat-n2", "completions", "completions-list"],
 )
 def test_a_client_that_leaves_frees_the_engine(
-    served: Served, path: str, more: dict[str, Any], answers: int, stream: bool
+    through: Through, path: str, more: dict[str, Any], answers: int, stream: bool
 ) -> None:
-    aborted = served.count("num_aborted_requests_total")
-    made = served.count("generation_tokens_total")
-    client = send(served, path, max_tokens=LONG, ignore_eos=True, stream=stream, **more)
-    wait_until(lambda: served.count("num_running_reqs") > 0, timeout=30)
+    aborted = through.count("num_aborted_requests_total")
+    made = through.count("generation_tokens_total")
+    client = send(through, path, max_tokens=LONG, ignore_eos=True, stream=stream, **more)
+    wait_until(lambda: through.count("num_running_reqs") > 0, timeout=30)
     client.close()
-    wait_until(lambda: served.count("num_running_reqs") == served.count("num_queue_reqs") == 0, timeout=30)
-    assert served.count("num_aborted_requests_total") > aborted
-    wait_until(lambda: served.gateway.metric("eyas_inflight_requests") == 0)
-    assert served.count("generation_tokens_total") - made < LONG * answers
-    assert served.ask(path).status_code == 200
+    wait_until(lambda: through.count("num_running_reqs") == through.count("num_queue_reqs") == 0, timeout=30)
+    assert through.count("num_aborted_requests_total") > aborted
+    wait_until(lambda: through.gateway.metric("eyas_inflight_requests") == 0)
+    assert through.count("generation_tokens_total") - made < LONG * answers
+    assert through.ask(path).status_code == 200
 
 
-def test_many_that_leave_at_all_moments_leave_nothing_behind(served: Served) -> None:
-    gone = served.gateway.metric("eyas_client_disconnects_total")
+def test_many_that_leave_at_all_moments_leave_nothing_behind(through: Through) -> None:
+    gone = through.gateway.metric("eyas_client_disconnects_total")
     clients = []
     for at in range(24):
         more = ({}, {"n": 2}, {"prompt": ["a", "b"]})[at % 3]
         path = (CHAT, COMPLETIONS)[at % 2]
-        clients.append(send(served, path, max_tokens=LONG, ignore_eos=True, stream=at % 4 < 2, **more))
+        clients.append(send(through, path, max_tokens=LONG, ignore_eos=True, stream=at % 4 < 2, **more))
         if at > 8:
             clients.pop(0).close()
         time.sleep(0.03)
     for client in clients:
         client.close()
-    wait_until(lambda: served.gateway.metric("eyas_client_disconnects_total") == gone + 24, timeout=30)
-    wait_until(lambda: served.count("num_running_reqs") == served.count("num_queue_reqs") == 0, timeout=60)
-    assert served.gateway.metric("eyas_inflight_requests") == 0
-    wanted = text_of(served.direct(CHAT)["choices"][0])
-    assert text_of(served.ask(CHAT).json()["choices"][0]) == wanted
+    wait_until(lambda: through.gateway.metric("eyas_client_disconnects_total") == gone + 24, timeout=30)
+    wait_until(lambda: through.count("num_running_reqs") == through.count("num_queue_reqs") == 0, timeout=60)
+    assert through.gateway.metric("eyas_inflight_requests") == 0
+    wanted = text_of(through.direct(CHAT)["choices"][0])
+    assert text_of(through.ask(CHAT).json()["choices"][0]) == wanted
 
 
-def send(served: Served, path: str, **body: Any) -> socket.socket:
+def send(through: Through, path: str, **body: Any) -> socket.socket:
     """A client's socket with a whole request sent and nothing read."""
     asked = {
-        "model": served.engine.served_name,
+        "model": through.engine.served_name,
         "messages": [{"role": "user", "content": "hi"}],
         "prompt": "hi",
         **body,
     }
     raw = json.dumps(asked).encode()
-    connection = socket.create_connection(("127.0.0.1", served.gateway.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", through.gateway.port), timeout=10)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     connection.sendall(head.encode() + raw)
     return connection

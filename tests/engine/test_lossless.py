@@ -6,7 +6,7 @@ the answer, and the gateway's counters against their sum.
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from drafter.acceptance import acceptance_length, accepted_tokens, add_histogram
 from server.arms import Arm
 from server.config import GatewayTable
 from server.engine import Engine
-from tests.engine.conftest import EnginePool
+from tests.engine.served import Served, on
 from tests.server.conftest import Gateway
 
 pytestmark = pytest.mark.engine
@@ -27,18 +27,6 @@ PROMPTS = 60
 TOKENS = 48
 CONCURRENCY = 12
 SENTENCE = "the eagle hunts over water and sees a fish then it dives holds turns lands feeds its young in spring"
-# name: (drafter, options). Noised drafters, so that steps end at every position.
-LLAMA = {
-    "chain": ("mha_noised_a", {"num_steps": 3}),
-    "tree": ("mha_noised_a", {"num_steps": 3, "topk": 4, "draft_tokens": 8}),
-    "ngram": ("ngram", {}),
-}
-KIMI = {
-    "chain": ("mla_noised_a", {"num_steps": 3}),
-    "tree": ("mla_noised_a", {"num_steps": 3, "topk": 4, "draft_tokens": 8}),
-    "mha-chain": ("mha_noised_a", {"num_steps": 3}),
-    "ngram": ("ngram", {}),
-}
 
 
 @dataclass(frozen=True)
@@ -110,34 +98,42 @@ def gateway_before(engine: Engine) -> Gateway:
     return Gateway(arm, GatewayTable()).start()
 
 
-@pytest.fixture(scope="module")
-def references(engines: EnginePool, tiny: Any) -> Iterator[dict[str, list[Answer]]]:
-    """Plain greedy answers, once for each target."""
-    yield {}
+@pytest.fixture(scope="session")
+def plain_answers(get_served: Callable[[str], Served]) -> Callable[[str], list[Answer]]:
+    """Plain greedy answers, asked for once for each target."""
+    known: dict[str, list[Answer]] = {}
+
+    def ask_once(target: str) -> list[Answer]:
+        if target not in known:
+            known[target] = plain_and_streamed(get_served(target).engine)
+        return known[target]
+
+    return ask_once
 
 
-def reference(references: dict[str, list[Answer]], engines: EnginePool, pair: Any) -> list[Answer]:
-    if pair.name not in references:
-        engine = engines.get(pair, "none")
-        gateway = gateway_before(engine)
+def plain_and_streamed(engine: Engine) -> list[Answer]:
+    gateway = gateway_before(engine)
+    try:
         plain, streamed = ask_all(gateway, engine, False), ask_all(gateway, engine, True)
         assert [answer.ids for answer in plain] == [answer.ids for answer in streamed]
         assert all(answer.details is None for answer in plain + streamed)
         assert gateway.metric("eyas_spec_unreported_requests_total") == 2 * PROMPTS
         assert len({answer.ids for answer in plain}) > PROMPTS // 2, "a target that says the same always tests nothing"
+    finally:
         gateway.stop()
-        references[pair.name] = plain
-    return references[pair.name]
+    return plain
 
 
-@pytest.mark.parametrize(("target", "variant"), [("llama", name) for name in LLAMA] + [("kimi", name) for name in KIMI])
-def test_greedy_output_is_unchanged(
-    engines: EnginePool, tiny: Any, references: dict[str, list[Answer]], target: str, variant: str
-) -> None:
-    pair = tiny(target)
-    wanted = reference(references, engines, pair)
-    drafter, options = {"llama": LLAMA, "kimi": KIMI}[target][variant]
-    engine = engines.get(pair, drafter, **options)
+@on("llama", "kimi")
+def test_plain_answers_are_the_same_streamed(served: Served, plain_answers: Callable[[str], list[Answer]]) -> None:
+    """The answers that the test below compares with, from the engine that serves at this moment."""
+    assert len(plain_answers(served.name)) == PROMPTS
+
+
+@on("llama-chain", "llama-tree", "llama-ngram", "kimi-chain", "kimi-mha-chain", "kimi-tree", "kimi-ngram")
+def test_greedy_output_is_unchanged(served: Served, plain_answers: Callable[[str], list[Answer]]) -> None:
+    wanted = plain_answers(served.pair.name)
+    engine = served.engine
     gateway = gateway_before(engine)
     try:
         answers = [answer for stream in (False, True) for answer in ask_all(gateway, engine, stream)]

@@ -15,7 +15,7 @@ import pytest
 
 from drafter.checkpoint.manifest import read_manifest
 from server.engine import Engine
-from tests.engine.conftest import EnginePool
+from tests.engine.pool import EnginePool
 from tests.engine.test_walk import WORDS
 from tests.tiny import TinyPair
 

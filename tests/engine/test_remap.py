@@ -1,51 +1,22 @@
-"""Remapped drafters on the real engine: there and back accepts the same, and a scrambled map is mended."""
+"""Remapped drafters of the real kind: there and back is the same file, and a scrambled map is mended and serves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 from drafter.__main__ import main
-from drafter.acceptance import acceptance_length, add_histograms, histogram_of_details
 from drafter.checkpoint.maps import read_map
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.tensorfile import map_tensors, write_tensors
-from server.engine import Engine
-from tests.engine.conftest import EnginePool
-from tests.engine.test_lossless import prompts
+from tests.engine.pool import EnginePool
+from tests.engine.served import CHAIN
 from tests.tiny import TinyPair
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-PROMPTS, TOKENS, STEPS = 24, 48, 3
 DRAFTERS = [("llama", "mha_noised_a"), ("kimi", "mla_noised_a")]
-
-
-def histograms(engine: Engine) -> list[list[int]]:
-    """What each greedy answer's verify steps accepted."""
-
-    def ask(prompt: str) -> list[int]:
-        body = {
-            "model": engine.served_name,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_spec_tokens_details": True,
-        }
-        url = f"{engine.url}/v1/chat/completions"
-        answer = httpx.post(url, json=body, headers=engine.headers, timeout=120).raise_for_status().json()
-        counted = histogram_of_details(answer["sglext"]["spec_tokens_details"])
-        return counted + [0] * (STEPS + 1 - len(counted))  # the engine leaves out what never happened
-
-    with ThreadPoolExecutor(8) as threads:
-        return list(threads.map(ask, prompts()[:PROMPTS]))
 
 
 def remap(pair: TinyPair, source: Path, vocab: Path, out: Path, *flags: str) -> Path:
@@ -66,56 +37,40 @@ def scrambled(source: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def served(
-    engines: EnginePool, tiny: Callable[[str], TinyPair], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, Callable[[TinyPair, Path, Path], Path] | None], list[list[int]]]:
-    """`served(target, drafter, change)`: histograms, of what `change(pair, drafter, folder)` made where given."""
-    known: dict[object, list[list[int]]] = {}
-
-    def serve(
-        target: str, drafter: str, change: Callable[[TinyPair, Path, Path], Path] | None = None
-    ) -> list[list[int]]:
-        key = (target, drafter, change)
-        if key not in known:
-            pair, name = tiny(target), drafter
-            if change is not None:
-                name = f"{drafter}-{change.__name__}"
-                folder = change(pair, pair.drafters[drafter], tmp_path_factory.mktemp(name))
-                pair = replace(pair, drafters=pair.drafters | {name: folder})
-            known[key] = histograms(engines.get(pair, name, num_steps=STEPS))
-        return known[key]
-
-    return serve
-
-
-def there_and_back(pair: TinyPair, source: Path, folder: Path) -> Path:
-    """To a vocabulary with 100 tokens more, and to its own again."""
-    old = read_map(source)
-    missing = np.setdiff1d(np.arange(pair.vocab_size), old.target_ids)[:100]
-    large = DraftVocab(np.sort(np.concatenate([old.target_ids, missing])), pair.vocab_size)
-    large.save(folder / "large.safetensors")
-    remap(pair, source, folder / "large.safetensors", folder / "large")
-    return remap(pair, folder / "large", source, folder / "back")
-
-
-def mended(pair: TinyPair, source: Path, folder: Path) -> Path:
-    """With a scrambled d2t, remapped by the map that its rows were trained under."""
-    old = folder / "trained.safetensors"
-    read_map(source).sorted()[0].save(old)
-    bad = scrambled(source, folder / "spoilt")
-    return remap(pair, bad, bad, folder / "mended", "--rows-vocab", str(old))
+def same_file(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(("target", "drafter"), DRAFTERS)
-def test_there_and_back_accepts_the_same(served: Callable[..., list[list[int]]], target: str, drafter: str) -> None:
-    before = served(target, drafter)
-    length = acceptance_length(add_histograms(before))
-    assert length is not None and 1.5 < length < STEPS + 1, "a drafter that is all right or all wrong shows nothing"
-    assert served(target, drafter, there_and_back) == before
+def test_there_and_back_is_the_same_file(
+    tiny: Callable[[str], TinyPair], tmp_path: Path, target: str, drafter: str
+) -> None:
+    """To a vocabulary with 100 tokens more, and to its own again: so it also serves the same."""
+    pair = tiny(target)
+    source = pair.drafters[drafter]
+    old = read_map(source)
+    missing = np.setdiff1d(np.arange(pair.vocab_size), old.target_ids)[:100]
+    large = DraftVocab(np.sort(np.concatenate([old.target_ids, missing])), pair.vocab_size)
+    large.save(tmp_path / "large.safetensors")
+    remap(pair, source, tmp_path / "large.safetensors", tmp_path / "large")
+    assert not same_file(tmp_path / "large", source)
+    assert same_file(remap(pair, tmp_path / "large", source, tmp_path / "back"), source)
 
 
-def test_a_scrambled_map_is_mended(served: Callable[..., list[list[int]]]) -> None:
-    """That it serves at length 1 as it is, and that the engine says nothing, is in test_probe.py."""
-    target, drafter = DRAFTERS[0]
-    assert served(target, drafter, mended) == served(target, drafter)
+@pytest.mark.engine
+def test_a_scrambled_map_is_mended(
+    engines: EnginePool, probed: Callable[[str], list[int]], tiny: Callable[[str], TinyPair], tmp_path: Path
+) -> None:
+    """Remapped by the map that its rows were trained under it is accepted as before it was spoilt.
+
+    That it serves at length 1 as it is, and that the engine says nothing, is in test_probe.py.
+    """
+    pair = tiny("llama")
+    source, old = pair.drafters["mha_noised_a"], tmp_path / "trained.safetensors"
+    read_map(source).sorted()[0].save(old)
+    bad = scrambled(source, tmp_path / "spoilt")
+    folder = remap(pair, bad, bad, tmp_path / "mended", "--rows-vocab", str(old))
+    wanted = probed("llama-chain")
+    engine = engines.get(pair, str(folder), **CHAIN)
+    assert engine.probe is not None
+    assert engine.probe.histogram == wanted

@@ -20,7 +20,7 @@ from bench.sampling import Case, Comparison, Ranking, Samples, collect, compare
 from drafter.acceptance import acceptance_length
 from server.config import load_profile
 from server.engine import Engine
-from tests.engine.conftest import EnginePool
+from tests.engine.pool import EnginePool
 from tests.engine.profiles import profile_text
 from tests.tiny import TinyPair
 

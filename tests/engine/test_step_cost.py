@@ -10,13 +10,14 @@ from bench.step_cost import ask, check, measure
 from drafter.speedup import Costs, adaptive_config
 from server.config import load_profile
 from server.engine import Engine
-from tests.engine.conftest import EnginePool
+from tests.engine.pool import EnginePool
 from tests.engine.profiles import profile_text
 from tests.tiny import TinyPair
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_longer_chains_cost_more_and_every_cycle_gives_one_token(engines: EnginePool, tiny: Callable[[str], TinyPair]):
     engines.stop()
     llama = tiny("llama")

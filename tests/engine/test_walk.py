@@ -5,99 +5,111 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from bench.accept_len import main as accept_len
 from drafter.__main__ import main
-from drafter.acceptance import acceptance_length, add_histograms, histogram_of_details
+from drafter.acceptance import acceptance_length, add_histograms
 from drafter.data.conversations import read_with_ids
+from drafter.report import read_report
 from server.engine import Engine
-from tests.engine.conftest import EnginePool
+from tests.engine.served import Served, on
 from tests.tiny import TinyPair
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 PROMPTS, TOKENS, STEPS = 40, 48, 3
 WORDS = "the eagle hunts over water and sees a fish then it dives holds turns lands feeds its young in spring"
-DRAFTERS = {"llama": ("mha_noised_a", "mha_perfect"), "kimi": ("mha_noised_a",)}
 
 
 @dataclass(frozen=True)
-class Walked:
-    """A target's greedy answers, and what was captured of them."""
+class Captured:
+    """Prompts, a target's greedy answers to them, and what was captured of those."""
 
+    prompts: Path
     conversations: Path
     shards: Path
+
+    def order(self) -> list[str]:
+        """The prompts' ids as the bench gives them, in the order of the answers, which is that of their ends."""
+        lines = [json.loads(line)["prompt"] for line in self.prompts.read_text().splitlines()]
+        places = [lines.index(each.messages[0]["content"]) + 1 for each in read_with_ids(self.conversations)]
+        assert sorted(places) == list(range(1, PROMPTS + 1))
+        return [f"{self.prompts.stem}/{number}" for number in places]
 
 
 def keys(engine: Engine) -> list[str]:
     return ["--url", engine.url, "--key-file", str(engine.key_file)]
 
 
-@pytest.fixture(scope="module")
-def walked(
-    engines: EnginePool, tiny: Callable[[str], TinyPair], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Walked]:
-    made: dict[str, Walked] = {}
+@pytest.fixture(scope="session")
+def captured(
+    get_served: Callable[[str], Served], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Captured]:
+    """`captured("llama")`: made once for each target, by `generate` and `capture` on its capturing engine."""
+    made: dict[str, Captured] = {}
 
-    def make(name: str) -> Walked:
-        if name not in made:
-            pair, folder, rng = tiny(name), tmp_path_factory.mktemp(name), random.Random(11)
-            prompts = folder / "asked.jsonl"
+    def make(target: str) -> Captured:
+        if target not in made:
+            served, folder, rng = get_served(f"{target}-capture"), tmp_path_factory.mktemp(target), random.Random(11)
+            found = Captured(folder / "asked.jsonl", folder / "answers.jsonl", folder / "shards")
             lines = (" ".join(rng.choices(WORDS.split(), k=rng.randint(4, 30))) for _ in range(PROMPTS))
-            prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
-            found = Walked(folder / "answers.jsonl", folder / "shards")
-            engine = engines.get(pair, "none")
-            asked = ["generate", *keys(engine), "--model", engine.served_name, "--target", str(pair.target)]
-            budget = ["--prompts", str(prompts), "--max-tokens", str(TOKENS), "--past", str(STEPS + 1)]
-            assert main([*asked, *budget, "--out", str(found.conversations), "--concurrency", "12"]) == 0
-            spool = folder / "spool"
-            engine = engines.get(pair, "none", capture_dir=spool)
-            command = ["capture", str(found.conversations), *keys(engine), "--dir", str(spool)]
-            assert main([*command, "--out", str(found.shards)]) == 0
-            made[name] = found
-        return made[name]
+            found.prompts.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+            engine = served.engine
+            asked = [
+                "--model",
+                engine.served_name,
+                "--target",
+                str(served.pair.target),
+                "--prompts",
+                str(found.prompts),
+            ]
+            budget = ["--max-tokens", str(TOKENS), "--past", str(STEPS + 1), "--concurrency", "12"]
+            assert main(["generate", *keys(engine), *asked, *budget, "--out", str(found.conversations)]) == 0
+            where = ["--dir", str(served.folder), "--out", str(found.shards)]
+            assert main(["capture", str(found.conversations), *keys(engine), *where]) == 0
+            made[target] = found
+        return made[target]
 
     return make
 
 
-def served(engine: Engine, messages: Any) -> list[int]:
-    body = {"model": engine.served_name, "messages": messages, "max_tokens": TOKENS, "temperature": 0}
-    answer = httpx.post(
-        f"{engine.url}/v1/chat/completions",
-        json=body | {"return_spec_tokens_details": True},
-        headers=engine.headers,
-        timeout=120,
-    ).json()
-    counted = histogram_of_details(answer["sglext"]["spec_tokens_details"])
-    return counted + [0] * (STEPS + 1 - len(counted))  # the engine leaves out what never happened
+@on("llama-capture", "kimi-capture")
+def test_prompts_are_answered_and_captured(served: Served, captured: Callable[[str], Captured]) -> None:
+    """What the test below walks, from the engine that serves at this moment."""
+    assert len(captured(served.pair.name).order()) == PROMPTS
 
 
-@pytest.mark.parametrize(("target", "drafter"), [(name, each) for name, some in DRAFTERS.items() for each in some])
-def test_the_walk_counts_what_the_engine_counts(
-    engines: EnginePool,
-    tiny: Callable[[str], TinyPair],
-    walked: Callable[[str], Walked],
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-    drafter: str,
-) -> None:
-    pair, texts = tiny(target), walked(target)
+def walked_and_counted(
+    engine: Engine, pair: TinyPair, drafter: Path, texts: Captured, out: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Each answer's histogram: by `evaluate`, and as the bench counts it on an engine that runs."""
     capsys.readouterr()
-    command = ["evaluate", "--drafter", str(pair.drafters[drafter]), "--shards", str(texts.shards)]
-    assert main([*command, "--target", str(pair.target), "--num-steps", str(STEPS), "--json"]) == 0
-    predicted = json.loads(capsys.readouterr().out)
-    engine = engines.get(pair, drafter, num_steps=STEPS)
-    conversations = list(read_with_ids(texts.conversations))
-    with ThreadPoolExecutor(12) as threads:
-        histograms = list(threads.map(lambda each: served(engine, each.messages), conversations))
-    assert len(conversations) == PROMPTS
-    assert [document["histogram"] for document in predicted["documents"]] == histograms
-    length = acceptance_length(add_histograms(histograms))
-    assert predicted["acceptance_length"] == length
+    command = ["evaluate", "--drafter", str(drafter), "--shards", str(texts.shards), "--target", str(pair.target)]
+    assert main([*command, "--num-steps", str(STEPS), "--json"]) == 0
+    walked = json.loads(capsys.readouterr().out)
+    asked = ["--prompts", str(texts.prompts), "--max-tokens", str(TOKENS), "--concurrency", "12"]
+    assert accept_len([*keys(engine), *asked, "--out", str(out)]) == 0
+    (variant,) = read_report(out / "report.json")["variants"]
+    counted: dict[str, Any] = {each["prompt_id"]: each["histogram"] for each in variant["requests"]}
+    # The engine leaves out what never happened.
+    histograms = [counted[name] + [0] * (STEPS + 1 - len(counted[name])) for name in texts.order()]
+    assert variant["acceptance_length"] == acceptance_length(add_histograms(histograms))
+    return [document["histogram"] for document in walked["documents"]], histograms
+
+
+@on("llama-chain", "kimi-mha-chain", pytest.param("llama-perfect", marks=pytest.mark.slow))
+def test_the_walk_counts_what_the_engine_counts(
+    served: Served, captured: Callable[[str], Captured], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The drafter walked along plain greedy tokens gives every histogram of the engine, exactly."""
+    pair, texts = served.pair, captured(served.pair.name)
+    drafter = pair.drafters[served.drafter]
+    walked, counted = walked_and_counted(served.engine, pair, drafter, texts, tmp_path / "out", capsys)
+    assert walked == counted
+    length = acceptance_length(add_histograms(counted))
     assert length is not None and length > 1.5

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
 from server.arms import Arm
+from server.cli import main
 from server.config import GatewayTable
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 
@@ -99,3 +102,22 @@ def shared_gate(shared_fake: FakeEngine) -> Iterator[Gateway]:
     gateway = Gateway(arm, GatewayTable()).start()
     yield gateway
     gateway.stop()
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python -m server` from the repository's folder, without the second that a process of its own takes."""
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(Path(__file__).parents[2])
+        capsys.readouterr()
+        try:
+            code = main(list(argv))
+        except SystemExit as end:  # argparse
+            code = int(str(end.code))
+        shown = capsys.readouterr()
+        return subprocess.CompletedProcess(argv, code, shown.out, shown.err)
+
+    return run

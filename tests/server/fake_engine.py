@@ -16,6 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.app_thread import AppThread, cut
+
 API_KEY, ADMIN_KEY = "engine-api-key", "engine-admin-key"
 MODEL = "tiny"
 TEXT = 'Zażółć gęślą jaźń, 日本語, 🦅 and \\n\\n; "choices":[{ or [DONE] or data: are only words here.'
@@ -45,7 +47,7 @@ class Abort:
     at: float
 
 
-class FakeEngine:
+class FakeEngine(AppThread):
     """Runs in a thread of its own between `start` and `stop`. `delay` is what its slow behaviours wait, in seconds."""
 
     def __init__(self) -> None:
@@ -55,41 +57,17 @@ class FakeEngine:
         self.delay = 0.6
         self.pace = 0.0
         self.gate = threading.Event()  # the behaviour "gated" waits for it before its headers
-        self.url = ""
-
-    def start(self) -> FakeEngine:
-        started = threading.Event()
-        self.loop = asyncio.new_event_loop()
-
-        async def up() -> None:
-            self.runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=0.1)
-            await self.runner.setup()
-            site = web.TCPSite(self.runner, "127.0.0.1", 0)
-            await site.start()
-            self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-            started.set()
-
-        def run() -> None:
-            self.loop.run_until_complete(up())
-            self.loop.run_forever()
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-        assert started.wait(10)
-        return self
 
     def stop(self) -> None:
         self.gate.set()
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        super().stop()
 
     def seen(self, count: int = 1) -> list[Seen]:
         """The requests, once `count` of them have come in."""
         wait_until(lambda: len(self.requests) >= count)
         return self.requests
 
-    def _app(self) -> web.Application:
+    def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
@@ -181,12 +159,6 @@ class FakeEngine:
             return response
         await response.write_eof()
         return response
-
-
-def cut(request: web.Request) -> None:
-    """Close the connection as a killed process would."""
-    assert request.transport is not None
-    request.transport.abort()
 
 
 def details_for(seen: Seen, how: str) -> Any:

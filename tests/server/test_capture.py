@@ -13,28 +13,15 @@ from server.config import ProfileError, load_profile
 from server.engine import Engine, EngineError
 from server.launch import LaunchError, build_launch, child_environment, plan_capture, resolve_drafter
 from tests.server.drafters import write_drafter
+from tests.server.fake_profile import FAKE, MINE, PROFILE
 
 REPO = Path(__file__).parents[2]
-FAKE = Path(__file__).parent / "fake_sglang"
 TABLE = """
 [capture]
 layer_ids = [1, 14, 26]
 convention = "output_of_layer"
 """
-PROFILE = """
-[target]
-path = "./model"
-served_name = "fake"
-[engine]
-device = "{device}"
-dtype = "float32"
-context_length = 512
-max_running_requests = 4
-start_timeout_s = 20.0
-extra_args = ["--cuda-graph-backend-prefill", "breakable"]
-[drafters.mine]
-path = "./mine"
-"""
+EXTRA = 'extra_args = ["--cuda-graph-backend-prefill", "breakable"]\n'
 
 
 @pytest.fixture
@@ -42,7 +29,7 @@ def profile(tmp_path):
     def make(table=TABLE, device="cpu"):
         (tmp_path / "model").mkdir(exist_ok=True)
         write_drafter(tmp_path / "mine")
-        (tmp_path / "profile.toml").write_text(PROFILE.format(device=device) + table)
+        (tmp_path / "profile.toml").write_text(PROFILE.replace('"cpu"', f'"{device}"') + EXTRA + MINE + table)
         return load_profile(tmp_path / "profile.toml")
 
     return make
@@ -189,17 +176,10 @@ def test_a_folder_that_cannot_be_made(make_engine, tmp_path):
         make_engine().start()
 
 
-def run(*argv):
-    env = {**os.environ, "PYTHONPATH": str(FAKE)}
-    return subprocess.run(
-        [sys.executable, "-m", "server", "engine", *argv], capture_output=True, text=True, cwd=REPO, env=env
-    )
-
-
-def test_errors_on_the_command_line(profile, tmp_path):
-    both = run("--profile", str(profile().source), "--capture", str(tmp_path / "c"), "--drafter", "none")
+def test_errors_on_the_command_line(command, profile, tmp_path):
+    both = command("engine", "--profile", str(profile().source), "--capture", str(tmp_path / "c"), "--drafter", "none")
     assert both.returncode == 2 and "--capture loads no drafter: leave --drafter out" in both.stderr
-    none = run("--profile", str(profile(table="").source), "--capture", str(tmp_path / "c"))
+    none = command("engine", "--profile", str(profile(table="").source), "--capture", str(tmp_path / "c"))
     assert none.returncode == 1 and "has no [capture] table" in none.stderr and "Traceback" not in none.stderr
 
 

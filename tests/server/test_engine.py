@@ -16,20 +16,7 @@ import pytest
 from server.config import load_profile
 from server.engine import Engine, EngineError
 from server.launch import LaunchError
-
-FAKE = Path(__file__).parent / "fake_sglang"
-PROFILE = """
-[target]
-path = "./model"
-served_name = "fake"
-[engine]
-device = "cpu"
-dtype = "float32"
-context_length = 512
-max_running_requests = 4
-start_timeout_s = 20.0
-hang_timeout_s = 1.0
-"""
+from tests.server.fake_profile import FAKE, PROFILE
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_a_name_that_is_no_folder(profile, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("broken", ["loop", "folder", "config", "layers", "map"])
-def test_a_broken_folder_is_one_sentence(profile, tmp_path, broken):
+def test_a_broken_folder_is_one_sentence(command, profile, tmp_path, broken):
     profile(edit=("context_length = 1024", "context_length = 2048"))
     folder = tmp_path / "mine"
     if broken == "loop":
@@ -213,7 +213,7 @@ def test_a_broken_folder_is_one_sentence(profile, tmp_path, broken):
         write_drafter(folder, eagle_config=[1, 2, 3])
     else:
         write_drafter(folder, {**llama_tensors(), "d2t": np.full(DRAFT_VOCAB, 10**6)})
-    shown = run("plan", "--profile", str(tmp_path / "profile.toml"), "--drafter", "mine")
+    shown = command("plan", "--profile", str(tmp_path / "profile.toml"), "--drafter", "mine")
     assert shown.returncode == 1 and shown.stdout == ""
     assert shown.stderr.startswith("eyas: drafter ") or "config.json" in shown.stderr
     assert shown.stderr.count("\n") == 1 and "Traceback" not in shown.stderr
@@ -260,19 +260,14 @@ def test_warnings_on_blackwell(profile):
     assert "topk above 1" in "\n".join(warnings_of(made, resolve_drafter(made, "tree")))
 
 
-def run(*argv, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "server", *argv], capture_output=True, text=True, cwd=REPO, env={**os.environ, **env}
-    )
-
-
-def test_plan_on_the_command_line():
+def test_plan_on_the_command_line(command):
     kimi = "deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml"
-    shown = run("plan", "--profile", kimi, "--drafter", "lightseek-mha")
+    outside = [sys.executable, "-m", "server", "plan", "--profile", kimi, "--drafter", "lightseek-mha"]
+    shown = subprocess.run(outside, capture_output=True, text=True, cwd=REPO)
     assert shown.returncode == 0
     assert "--speculative-draft-attention-backend flashinfer" in shown.stdout
     assert "# warning: " in shown.stdout
-    plan = json.loads(run("plan", "--profile", kimi, "--json").stdout)
+    plan = json.loads(command("plan", "--profile", kimi, "--json").stdout)
     assert plan["drafter"]["name"] == "lightseek-mla"
     assert plan["argv"][plan["argv"].index("--tp") + 1] == "8"
     assert not [arg for arg in plan["argv"] if "api-key" in arg]
@@ -292,8 +287,8 @@ def test_plan_on_the_command_line():
         ([], 2, "COMMAND"),
     ],
 )
-def test_errors_on_the_command_line(argv, code, message):
-    shown = run(*argv)
+def test_errors_on_the_command_line(command, argv, code, message):
+    shown = command(*argv)
     assert shown.returncode == code
     assert message in shown.stderr
     assert "Traceback" not in shown.stderr and shown.stdout == ""

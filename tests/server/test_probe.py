@@ -12,24 +12,7 @@ from server.config import ProfileError, load_profile
 from server.engine import Engine, EngineError
 from server.serve import probe_text
 from tests.server.drafters import llama_tensors, write_drafter
-from tests.server.test_engine import FAKE
-
-PROFILE = """
-[target]
-path = "./model"
-served_name = "fake"
-[engine]
-device = "cpu"
-dtype = "float32"
-context_length = 512
-max_running_requests = 4
-start_timeout_s = 20.0
-[drafters.mine]
-path = "./mine"
-[drafters.ngram]
-algorithm = "NGRAM"
-ngram = {draft_tokens = 12}
-"""
+from tests.server.fake_profile import FAKE, MINE, NGRAM, PROFILE
 
 
 @pytest.fixture
@@ -41,7 +24,7 @@ def make_engine(tmp_path, monkeypatch):
 
     def make(cues="", drafter="mine", more="", **options):
         monkeypatch.setenv("FAKE_SGLANG", cues)
-        (tmp_path / "profile.toml").write_text(PROFILE + more)
+        (tmp_path / "profile.toml").write_text(PROFILE + MINE + NGRAM + more)
         made.append(Engine(load_profile(tmp_path / "profile.toml"), drafter, run_dir=tmp_path / "run", **options))
         return made[-1]
 

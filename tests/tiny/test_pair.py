@@ -42,7 +42,6 @@ def answers(built: TinyPair) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, targets.greedy(targets.load(built.reference), prompts, 64 + STEPS)
 
 
-@pytest.mark.slow
 def test_greedy_answers_differ_and_do_not_loop(answers: tuple[list[list[int]], list[list[int]]]) -> None:
     written = [text[len(prompt) :] for prompt, text in zip(*answers, strict=True)]
     assert len({tuple(answer) for answer in written}) > CHATS * 2 / 3
@@ -51,7 +50,6 @@ def test_greedy_answers_differ_and_do_not_loop(answers: tuple[list[list[int]], l
         assert len(set(grams)) / len(grams) > 0.7
 
 
-@pytest.mark.slow
 def test_answers_end_where_the_language_ends_them(built: TinyPair) -> None:
     """The greedy walk passes the end token twice in a round; there the target's own greedy choice is to stop."""
     tongue = language.build(tokenizer.train(), pair.SEED)
@@ -63,7 +61,6 @@ def test_answers_end_where_the_language_ends_them(built: TinyPair) -> None:
     assert (chosen_BT[~ends_BT] == EOS).float().mean() < 0.01
 
 
-@pytest.mark.slow
 def test_sampling_has_entropy(built: TinyPair, answers: tuple[list[list[int]], list[list[int]]]) -> None:
     model = targets.load(built.reference)
     chances = [
@@ -79,7 +76,6 @@ def test_sampling_has_entropy(built: TinyPair, answers: tuple[list[list[int]], l
     ).float().mean().item() > 0.97  # greedy choices are clear: fp32 noise is no coin
 
 
-@pytest.mark.slow
 def test_drafters_accept_what_was_promised_on_prompts_they_never_saw(
     built: TinyPair, answers: tuple[list[list[int]], list[list[int]]]
 ) -> None:
@@ -100,7 +96,6 @@ def test_drafters_accept_what_was_promised_on_prompts_they_never_saw(
         assert 1.3 < lengths[f"{style}_noised_b"] < lengths[f"{style}_noised_a"] < 3.0, lengths
 
 
-@pytest.mark.slow
 def test_measured_acceptance(built: TinyPair) -> None:
     for style in pair.RECIPES[built.name].styles:
         perfect, a, b = (built.acceptance(f"{style}_{kind}") for kind in ("perfect", "noised_a", "noised_b"))
@@ -116,7 +111,6 @@ def test_measured_acceptance(built: TinyPair) -> None:
             )
 
 
-@pytest.mark.slow
 def test_drafter_folders_are_what_sglang_reads(built: TinyPair) -> None:
     assert set(built.drafters) == {
         f"{style}_{kind}" for style in pair.RECIPES[built.name].styles for kind in ("perfect", "noised_a", "noised_b")
@@ -135,7 +129,6 @@ def test_drafter_folders_are_what_sglang_reads(built: TinyPair) -> None:
     assert built.draft_vocab_size == DRAFT_VOCAB and built.vocab_size == VOCAB_SIZE
 
 
-@pytest.mark.slow
 def test_kimi_checkpoint_is_the_text_model_under_another_name() -> None:
     kimi = build("kimi")
     inner = load_file(kimi.reference / "model.safetensors")
@@ -144,7 +137,6 @@ def test_kimi_checkpoint_is_the_text_model_under_another_name() -> None:
     assert all(torch.equal(tensor, outer[f"language_model.{name}"]) for name, tensor in inner.items())
 
 
-@pytest.mark.slow
 def test_two_builds_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On any number of threads. The Kimi alone, which has everything that the Llama has; a few steps of training."""
     name = "kimi"

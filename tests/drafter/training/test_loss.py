@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter.data.shards import Document
@@ -75,7 +75,6 @@ MASKS = st.lists(st.lists(st.booleans(), min_size=3, max_size=12), min_size=1, m
 )
 
 
-@settings(deadline=None, max_examples=40)
 @given(MASKS, st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.5, 1.0]), st.integers(0, 50))
 def test_loss_and_counts_equal_loops(masks, user_weight, known_share, seed):
     documents = [document(len(mask), mask, seed + n, known_share) for n, mask in enumerate(masks)]

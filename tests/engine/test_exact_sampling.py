@@ -11,38 +11,25 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.engine.conftest import EnginePool
-from tests.tiny import build
+from tests.engine.served import on
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 SAMPLES, TOKENS, VOCABULARY = 800, 4, 512
 # Over the 6 cases a right sampler fails with a chance of 6 in a million.
 LEVEL = 1e-6
-ENGINES = {
-    "chain": ("mha_noised_a", {"num_steps": 3}),
-    "tree": ("mha_noised_a", {"num_steps": 3, "topk": 2, "draft_tokens": 6}),
-    "ngram": ("ngram", {}),
-}
 PARAMETERS = {
     "top-k, top-p": {"temperature": 1.7, "top_k": 6, "top_p": 0.8},
     "min-p": {"temperature": 1.4, "min_p": 0.1},
 }
 
 
-@pytest.fixture(scope="module", name="pair")
-def _pair():
-    return build("llama")
+@pytest.fixture(scope="session", name="pair")
+def _pair(tiny):
+    return tiny("llama")
 
 
-@pytest.fixture(scope="module", name="engines")
-def _engines(tmp_path_factory):
-    pool = EnginePool(tmp_path_factory.mktemp("sampling"))
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module", name="prompt")
+@pytest.fixture(scope="session", name="prompt")
 def _prompt(pair):
     """Token ids whose end has come before, so that NGRAM has something to offer."""
     from transformers import AutoTokenizer
@@ -51,7 +38,7 @@ def _prompt(pair):
     return AutoTokenizer.from_pretrained(pair.target)(text * 3)["input_ids"]
 
 
-@pytest.fixture(scope="module", name="target")
+@pytest.fixture(scope="session", name="target")
 def _target(pair):
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +58,7 @@ def cut(logits, temperature, top_k=VOCABULARY, top_p=1.0, min_p=0.0):
     return {token: share / sum(kept.values()) for token, share in kept.items()}
 
 
-@pytest.fixture(scope="module", name="exact")
+@pytest.fixture(scope="session", name="exact")
 def _exact(target, prompt):
     """The probability of each answer of four tokens."""
 
@@ -92,10 +79,9 @@ def _exact(target, prompt):
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_answers_are_drawn_from_the_targets_distribution(engines, pair, prompt, exact, engine, parameters):
-    drafter, options = ENGINES[engine]
-    server = engines.get(pair, drafter, **options)
+@on("llama-chain", "llama-tree", "llama-ngram")
+def test_answers_are_drawn_from_the_targets_distribution(served, prompt, exact, parameters):
+    server = served.engine
     asked = {"max_new_tokens": TOKENS + 3, "ignore_eos": True, **PARAMETERS[parameters]}
     body = {"input_ids": [prompt] * SAMPLES, "sampling_params": asked}
     answer = httpx.post(f"{server.url}/generate", json=body, headers=server.headers, timeout=600)
