@@ -1,4 +1,4 @@
-"""The command line of the serving rooms: serve, engine, plan."""
+"""The command line of the serving rooms: serve, engine, plan, keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from drafter.settings import read_settings
+from server import keys_cli
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
@@ -84,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+    text = "who may use a gateway: make, list and revoke API keys"
+    keys_cli.add_arguments(commands.add_parser("keys", help=text, description=text))
     return top
 
 
@@ -99,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "engine" and arguments.capture and arguments.drafter:
         commands.error("--capture loads no drafter: leave --drafter out")
     try:
+        if arguments.command == "keys":
+            return keys_cli.run(arguments)
         if arguments.command == "plan":
             profile = load_profile(arguments.profile)
             drafter = resolve_drafter(profile, arguments.drafter)
