@@ -31,6 +31,7 @@ class Connection(asyncio.Protocol):
 
     host: str
     parts: list[bytes] = field(default_factory=list)
+    first_at: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -40,7 +41,7 @@ class Connection(asyncio.Protocol):
         self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parser = httptools.HttpResponseParser(self)
         self.parts.clear()
-        self.first_at: float | None = None
+        self.first_at = None
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
             f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -5,6 +5,7 @@ What the gateway adds is spliced into the client's own bytes, so no number or te
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -173,22 +174,27 @@ def _flag(asked: dict[str, Any], name: str) -> bool:
     raise ApiError(400, f"{name!r} is {value!r}, expected true or false.", param=name)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 past `limit` bytes, announced or read, and ClientGone."""
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The request's body. Raises ApiError 413 past `limit` bytes, announced or read, 408 past its time; ClientGone."""
     too_large = ApiError(413, f"the body is larger than {limit} bytes.", code="request_too_large")
     announced = dict(scope["headers"]).get(b"content-length")
     if announced is not None and int(announced) > limit:
         raise too_large
     parts = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    more = True
+    try:
+        async with asyncio.timeout(timeout_s):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {timeout_s:g} s.", code="body_timeout") from None
+    return b"".join(parts)

@@ -224,9 +224,11 @@ class GatewayTable(Table):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     max_body_bytes: Count = 32 * 1024 * 1024
+    body_timeout_s: Seconds = 60.0
     connect_timeout_s: Seconds = 5.0
     prefill_timeout_s: Seconds = 600.0
     decode_timeout_s: Seconds = 120.0
+    request_timeout_s: Seconds = 3600.0
     heartbeat_after_s: Seconds = 10.0
 
 

@@ -1,4 +1,4 @@
-"""One call and its answer: the pump (engine to client), the watch (has the client left?), and who minds both.
+"""One call and its answer: the pump (engine to client), beside it the watch (has the client left?) and a timer.
 
 It pings a client that waits long, ends an engine's silence, stops the engine when its client leaves, and asks another
 arm where one has failed before the answer's first byte.
@@ -7,10 +7,11 @@ arm where one has failed before the answer's first byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import orjson
@@ -28,10 +29,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 1.0
+LAST_WORD_TIMEOUT_S = 1.0
 ERROR_BODY_LIMIT = 64 * 1024
 PING_FRAME = b": ping\n\n"
 STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+End = Literal["gone", "silent", "late", "stopping"]
+ENDS = {
+    "silent": (ApiError(504, "the engine was silent for too long.", code="engine_timeout"), "timeout"),
+    "late": (ApiError(504, "the answer took longer than a request may.", code="request_timeout"), "deadline"),
+    "stopping": (ApiError(503, "the server is stopping.", code="server_stopping"), "stopping"),
+}
 
 
 class Fault(Exception):
@@ -50,12 +59,16 @@ class Exchange:
     arm: where the call was sent last, None before. tokens: what a finished answer used, prompt included.
     """
 
-    def __init__(self, relay: Relay, call: Call, ticket: Ticket, send: Send, request_id: bytes, begun: float) -> None:
+    def __init__(
+        self, relay: Relay, call: Call, ticket: Ticket, send: Send, request_id: bytes, begun: float, read: float
+    ) -> None:
+        gateway = relay.gateway
         self.relay = relay
         self.call = call
         self.ticket = ticket
         self.send = send
         self.begun = begun
+        self.read = read
         self.status = 500
         self.arm: Arm | None = None
         self.tokens = 0
@@ -64,85 +77,99 @@ class Exchange:
         self.frames = AnswerStream(wants_usage=call.wants_usage, wants_details=call.wants_details)
         self.started = False  # the response's head went out
         self.finished = False  # and its last byte
-        self.silent = False  # the engine was, for too long
         self.first_frame_at: float | None = None
-        # When the engine last gave a sign of life; infinite while it is the client that is waited for.
-        self.alive_at = perf_counter()
-        self.next_ping_at = self.alive_at + relay.gateway.heartbeat_after_s
+        self.end: End | None = None  # why the pump was stopped
+        self.pinging: asyncio.Task[None] | None = None
+        self.late_at = begun + gateway.request_timeout_s
+        # When the engine last gave a sign of life; infinite while it is somebody else that is waited for.
+        self.alive_at = math.inf
+        self.next_ping_at = math.inf
 
     async def run(self, receive: Receive) -> None:
-        """Relay the call to its end: the answer's, the client's leaving, the engine's silence, or our own stop."""
-        pump = self.relay.start_pump(self._pump())
-        watch = asyncio.create_task(_client_gone(receive))
+        """Relay the call to its end: the answer's, the client's leaving, too long a wait, or our own stop."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        watch = asyncio.create_task(self._watch(receive))
+        self.timer = asyncio.get_running_loop().call_later(self._patience(perf_counter()), self._look)
         try:
-            end = await self._mind(pump, watch)
+            await self._pump()
         except asyncio.CancelledError:
-            end = "stopping"  # the server ends its last requests so; a client is owed an end that it can read
+            self.end = self.end or "stopping"  # the server ends its last requests so
+            task.uncancel()
+            await self._end_by(self.end)
         finally:
             watch.cancel()
-            if not pump.done():
-                pump.cancel()
-                await asyncio.wait((pump,))
-        if end == "answered":
-            pump.result()
-        elif end == "gone":
-            phase = "answering" if self.first_frame_at is not None else "waiting"
-            self.relay.metrics.disconnects.labels(phase).inc()
-            self.status = 499
-        elif end == "silent":
-            await self._fail(ApiError(504, "the engine was silent for too long.", code="engine_timeout"), "timeout")
+            self.timer.cancel()
+
+    def stop(self, end: End) -> None:
+        """End this exchange for a reason that is not the answer's end."""
+        if self.end is None and not self.finished:
+            self.end = end
+            self.task.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.stop("gone")
+
+    def _look(self) -> None:
+        """Called when something may be due: the deadline, the end of patience with a silent engine, a ping."""
+        now = perf_counter()
+        if now >= self.late_at:
+            self.stop("late")
+        elif now >= self._silent_at():
+            self.stop("silent")
         else:
-            await self._fail(ApiError(503, "the server is stopping.", code="server_stopping"), "stopping")
+            if now >= self.next_ping_at and self.first_frame_at is None:
+                self.next_ping_at = now + self.relay.gateway.heartbeat_after_s
+                self.pinging = asyncio.create_task(self._ping(self.pinging))
+            self.timer = asyncio.get_running_loop().call_later(self._patience(now), self._look)
 
-    async def _mind(self, pump: asyncio.Task[None], watch: asyncio.Task[None]) -> str:
-        """Look after both tasks until one of them, or the engine's silence, ends the exchange. Returns which."""
-        while not pump.done():
-            await asyncio.wait((pump, watch), timeout=self._patience(), return_when=asyncio.FIRST_COMPLETED)
-            if self.finished:
-                await pump
-            elif pump.done():
-                break
-            elif watch.done():
-                return "gone"
-            elif perf_counter() >= self._deadline():
-                self.silent = True
-                return "silent"
-            elif self._ping_is_due():
-                await self._ping()
-        return "answered"
+    def _patience(self, now: float) -> float:
+        """Seconds until the next look."""
+        gateway = self.relay.gateway
+        if not self.call.stream:
+            return self.late_at - now
+        until = min(self.late_at, self._silent_at(), now + gateway.decode_timeout_s)
+        if self.first_frame_at is None:
+            until = min(until, self.next_ping_at, now + gateway.heartbeat_after_s)
+        return max(0.0, until - now)
 
-    def _deadline(self) -> float:
-        """When the engine's silence is too long. A plain answer's length shows only at its end: it has none."""
+    def _silent_at(self) -> float:
+        """When the engine's silence is too long. A plain answer's length shows only at its end: it has the deadline."""
         gateway = self.relay.gateway
         if not self.call.stream:
             return math.inf
         begun = self.first_frame_at is not None
         return self.alive_at + (gateway.decode_timeout_s if begun else gateway.prefill_timeout_s)
 
-    def _ping_is_due(self) -> bool:
-        return self.call.stream and self.first_frame_at is None and perf_counter() >= self.next_ping_at
-
-    def _patience(self) -> float | None:
-        """Seconds until this exchange must look after its tasks again, None for never."""
-        if not self.call.stream:
-            return None
-        now = perf_counter()
-        until = min(self._deadline(), now + self.relay.gateway.decode_timeout_s)
-        if self.first_frame_at is None:
-            until = min(until, self.next_ping_at)
-        return max(0.0, until - now)
-
-    async def _ping(self) -> None:
+    async def _ping(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
         if not self.started:
             await self._start(200, [STREAM_TYPE, *STREAM_HEADERS])
-        self.next_ping_at = perf_counter() + self.relay.gateway.heartbeat_after_s
         await self.send({"type": "http.response.body", "body": PING_FRAME, "more_body": True})
+
+    async def _end_by(self, end: End) -> None:
+        """What becomes of the client whose exchange was stopped."""
+        if end == "gone":
+            phase = "answering" if self.first_frame_at is not None else "waiting"
+            self.relay.metrics.disconnects.labels(phase).inc()
+            self.status = 499
+            return
+        error, kind = ENDS[end]
+        with contextlib.suppress(TimeoutError):  # a client that does not read is not waited for
+            async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
+                await self._fail(error, kind)
 
     async def _pump(self) -> None:
         arms = self.relay.arms
         failed: list[Arm] = []
         try:
+            waiting = perf_counter()
             await self.ticket.wait(self.call)
+            self.waited_s = perf_counter() - waiting
             arm: Arm | None = arms.choose(self.call)
         except ApiError as error:
             self.relay.metrics.rejected.labels(reason(error)).inc()
@@ -169,7 +196,7 @@ class Exchange:
             # By now the engine's connection is closed, which is what stops it; the abort comes after.
             if not self.finished:
                 self.relay.abort(self.call, arm)
-            self.relay.arms.report(arm, "timeout" if self.silent else "gone")
+            self.relay.arms.report(arm, "timeout" if self.end in ("silent", "late") else "gone")
             raise
         except Fault as found:
             fault = found
@@ -183,8 +210,12 @@ class Exchange:
         return fault
 
     def _enter(self, arm: Arm) -> None:
+        now = perf_counter()
+        if self.arm is None:
+            self.relay.metrics.overhead.observe(now - self.read - self.waited_s)
+            self.next_ping_at = now + self.relay.gateway.heartbeat_after_s
         self.arm = arm
-        self.alive_at = perf_counter()
+        self.alive_at = now
         self.whose = (arm.served_name, arm.drafter, arm.name)
         self.headers = [
             *self.own_headers,
@@ -211,6 +242,8 @@ class Exchange:
                 self.alive_at = perf_counter()
                 continue
             if self.first_frame_at is None:
+                if self.pinging is not None:
+                    await self.pinging
                 if frames.error is not None and PIECE not in block and not self.started:
                     raise _refusal(engine_framed(frames.error))
                 self.first_frame_at = perf_counter()
@@ -286,6 +319,8 @@ class Exchange:
         """Tell the client: with a status where none was sent, else in the stream."""
         if self.finished:
             return
+        if self.pinging is not None:
+            await self.pinging
         if not self.started:
             self.started = self.finished = True
             self.status = error.status
@@ -298,11 +333,6 @@ class Exchange:
 def authorization(key: str) -> dict[str, str]:
     """The header that carries `key`, none without one."""
     return {"authorization": f"Bearer {key}"} if key else {}
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _read_error(response: aiohttp.ClientResponse) -> bytes:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Coroutine
 from time import perf_counter
-from typing import Any
 
 import aiohttp
 import orjson
@@ -39,7 +37,7 @@ class Relay:
         self.admission = admission
         self.gateway = gateway
         self.metrics = metrics
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._exchanges: set[Exchange] = set()
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -54,10 +52,11 @@ class Relay:
 
     async def close(self) -> None:
         """Give up what still runs, tell the engine so, and close the pool."""
-        for pump in self._pumps:
-            pump.cancel()
-        if self._pumps:
-            await asyncio.wait(self._pumps)
+        tasks = {exchange.task for exchange in self._exchanges}
+        for exchange in list(self._exchanges):
+            exchange.stop("stopping")
+        if tasks:
+            await asyncio.wait(tasks)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
         await self.session.close()
@@ -72,7 +71,7 @@ class Relay:
             if scope["method"] != "POST":
                 raise ApiError(405, f"{path} takes POST, not {scope['method']}.", headers={"allow": "POST"})
             ticket = self.admission.admit(scope)
-            raw = await read_body(scope, receive, self.gateway.max_body_bytes)
+            raw = await read_body(scope, receive, self.gateway.max_body_bytes, self.gateway.body_timeout_s)
             read = perf_counter()
             call = read_call(path, raw, rid, self.arms.served_name, self.arms.vocab_size)
             call.key_id, call.arm_wish = ticket.key_id, ticket.arm_wish
@@ -87,26 +86,20 @@ class Relay:
             self.count(path, error.status, None)
             await send_error(send, error, [(b"x-request-id", request_id)])
             return
-        exchange = Exchange(self, call, ticket, send, request_id, begun)
-        self.metrics.overhead.observe(perf_counter() - read)
+        exchange = Exchange(self, call, ticket, send, request_id, begun, read)
+        self._exchanges.add(exchange)
         self.metrics.inflight.inc()
         try:
             await exchange.run(receive)
         finally:
             self.metrics.inflight.dec()
+            self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)
             self.count(path, exchange.status, exchange.arm)
 
     def _leave(self, ticket: Ticket | None, tokens: int) -> None:
         if ticket is not None:
             ticket.release(tokens)
-
-    def start_pump(self, pump: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `pump` as a task that `close` knows of."""
-        task = asyncio.create_task(pump)
-        self._pumps.add(task)
-        task.add_done_callback(self._pumps.discard)
-        return task
 
     def abort(self, call: Call, arm: Arm) -> None:
         """Tell the engine of `arm` to stop `call`, whatever becomes of the request's own task.
