@@ -14,7 +14,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.arms import Arm
+from server.admission import Admission
+from server.arms import Arm, Arms
 from server.call import ROUTES
 from server.config import GatewayTable
 from server.errors import RETRY_AFTER_LOADING_S, ApiError
@@ -44,7 +45,7 @@ def create_app(arm: Arm, gateway: GatewayTable, *, version: str) -> ASGIApp:
     """The gateway before `arm`. Run it in one process, with its lifespan on."""
     metrics = Metrics(version)
     metrics.watch_arm(arm)
-    relay = Relay(arm, gateway, metrics)
+    relay = Relay(Arms([arm]), Admission(), gateway, metrics)
     api = _control_api(arm, relay, metrics, version)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -261,9 +261,11 @@ class GatewayTable(Table):
     log_format: Literal["text", "json"] = "text"
     tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
     max_body_bytes: Count = 32 * 1024 * 1024
+    body_timeout_s: Seconds = 60.0
     connect_timeout_s: Seconds = 5.0
     prefill_timeout_s: Seconds = 600.0
     decode_timeout_s: Seconds = 120.0
+    request_timeout_s: Seconds = 3600.0
     heartbeat_after_s: Seconds = 10.0
 
 
