@@ -23,6 +23,7 @@ from bench.synthetic import MODEL, upstream
 from server.app import create_app
 from server.arms import Arm
 from server.config import GatewayTable
+from server.gateway import Gateway
 
 REPO = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0
@@ -36,7 +37,7 @@ class ServedError(RuntimeError):
 def eyas(upstream_url: str) -> ASGIApp:
     """The gateway before one engine."""
     arm = Arm("bench", upstream_url, "engine-key", "admin-key", MODEL, "synthetic", state="ready", vocab_size=1 << 17)
-    return create_app(arm, GatewayTable(), version="bench")
+    return create_app(Gateway(GatewayTable(), [arm], version="bench"))
 
 
 SIDES: dict[str, Callable[[str], ASGIApp]] = {"upstream": lambda _: upstream, "minimal": minimal_relay, "eyas": eyas}

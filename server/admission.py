@@ -41,7 +41,7 @@ class Bucket:
 
     def resize(self, limit: int) -> None:
         """Another allowance; what was spent stays spent."""
-        self.level = min(self.level, float(limit)) if limit < self.limit else self.level + limit - self.limit
+        self.level += limit - self.limit
         self.limit = limit
 
     def refill(self, now: float) -> float:
@@ -188,8 +188,8 @@ class Admission:
     """The door.
 
     keys: who may come in. capacity: slots in all (one for each answer that an engine makes at once); 0 while no engine
-    is up. queue_limit: requests that may wait, of all keys together. queue_timeout_s: how long one may. admin: whose key
-    lets a request choose its arm. no_engine: the error for a request that comes while the capacity is 0.
+    is up, and then `measure` is asked anew before anyone is turned away with `no_engine`. queue_limit: requests that
+    may wait, of all keys together. queue_timeout_s: how long one may. admin: whose key lets a request choose its arm.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class Admission:
         queue_timeout_s: float = 60.0,
         admin: AdminKey | None = None,
         no_engine: Callable[[], ApiError] = engine_down,
+        measure: Callable[[], int] = int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.keys = keys
@@ -209,6 +210,7 @@ class Admission:
         self.queue_timeout_s = queue_timeout_s
         self.admin = admin or AdminKey(None)
         self.no_engine = no_engine
+        self.measure = measure
         self.clock = clock
         self.closed: ApiError | None = None  # what everyone new is told, where the gateway is about to end
         self.inflight = 0  # slots
@@ -257,6 +259,8 @@ class Admission:
     async def wait(self, account: Account, slots: int) -> int:
         """Stand in the queue for `slots` slots; returns how many it got. Raises ApiError 503 or 429."""
         if not self.capacity:
+            self.capacity = self.measure()
+        if not self.capacity:
             raise self.no_engine()
         waiter = self._enqueue(account, slots)
         self._admit_waiting()  # those who wait may all be held up by their own keys' limits
@@ -271,198 +275,6 @@ class Admission:
             self._leave(waiter)
             raise
         return waiter.slots
-
-    def resize(self, limit: int) -> None:
-        """Another allowance; what was spent stays spent."""
-        self.level = min(self.level, float(limit)) if limit < self.limit else self.level + limit - self.limit
-        self.limit = limit
-
-    def refill(self, now: float) -> float:
-        """What is left now."""
-        earned = (now - self.updated) * self.limit / SECONDS_A_MINUTE
-        self.level = min(float(self.limit), self.level + earned)
-        self.updated = now
-        return self.level
-
-    def seconds_until(self, level: float) -> float:
-        """How long until so much is left, as of the last refill."""
-        return max(0.0, (level - self.level) * SECONDS_A_MINUTE / self.limit)
-
-
-class Ticket:
-    """One request's right to be here, from before its body is read until `release`, which must come exactly once.
-
-    key_id: its key's name in the metrics. headers: what its answer tells of its key's limits. arm_wish: the arm that an
-    administrator asked for. queued_s: how long it waited.
-    """
-
-    __slots__ = ("_account", "_admission", "_slots", "arm_wish", "headers", "queued_s")
-
-    def __init__(self, admission: Admission, account: Account, arm_wish: str | None) -> None:
-        self._admission = admission
-        self._account = account
-        self._slots = 0
-        self.arm_wish = arm_wish
-        self.headers: Headers = account.headers(admission.clock()) if account.limited else ()
-        self.queued_s = 0.0
-
-    @property
-    def key_id(self) -> str:
-        return self._account.caller.key_id
-
-    async def wait(self, call: Call) -> None:
-        """Wait for a slot for each answer that `call` asks for. It may be cancelled at any moment.
-
-        Raises ApiError: 503 where no engine is up, 429 where the queue is full or the wait too long.
-        """
-        answers = call.asked.get("n") or 1 if call.several else 1
-        await self.enter(answers * (call.prompts or 1))
-
-    async def enter(self, slots: int = 1) -> None:
-        """Wait for `slots` slots, or for all there are."""
-        admission, account = self._admission, self._account
-        self._slots = admission.take_at_once(account, slots)
-        if self._slots:
-            return
-        begun = admission.clock()
-        try:
-            self._slots = await admission.wait(account, slots)
-        except ApiError:
-            account.refund()
-            raise
-        self.queued_s = admission.clock() - begun
-
-    def release(self, tokens: int) -> None:
-        """The request is over, whatever became of it; its key pays for so many tokens."""
-        if tokens and self._account.tokens is not None:
-            self._account.tokens.refill(self._admission.clock())
-            self._account.tokens.level -= tokens
-        if self._slots:
-            self._admission.freed(self._account, self._slots)
-
-
-class Account:
-    """What one key uses now, and what it may."""
-
-    __slots__ = ("caller", "inflight", "requests", "tokens", "waiting")
-
-    def __init__(self, caller: Caller, now: float) -> None:
-        self.inflight = 0
-        self.waiting: deque[_Waiter] = deque()
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
-        self.caller = caller
-        self.adopt(caller, now)
-
-    def adopt(self, caller: Caller, now: float) -> None:
-        """The key's limits, which may be others than before."""
-        self.caller = caller
-        self.requests = _resized(self.requests, caller.limits.requests_per_minute, now)
-        self.tokens = _resized(self.tokens, caller.limits.tokens_per_minute, now)
-
-    @property
-    def limited(self) -> bool:
-        return self.requests is not None or self.tokens is not None
-
-    def has_room(self) -> bool:
-        limit = self.caller.limits.max_inflight
-        return limit is None or self.inflight < limit
-
-    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        found = []
-        for kind, bucket in ((b"requests", self.requests), (b"tokens", self.tokens)):
-            if bucket is not None:
-                left = max(0, math.floor(bucket.refill(now)))
-                found += [
-                    (b"x-ratelimit-limit-" + kind, b"%d" % bucket.limit),
-                    (b"x-ratelimit-remaining-" + kind, b"%d" % left),
-                    (b"x-ratelimit-reset-" + kind, b"%.3fs" % bucket.seconds_until(bucket.limit)),
-                ]
-        return found
-
-    def spend(self, now: float) -> None:
-        """One request more. Raises ApiError 429 over a rate, and then nothing is spent."""
-        if self.tokens is not None and self.tokens.refill(now) <= 0:
-            message = f"this key's limit of {self.tokens.limit:,} tokens a minute is used up."
-            raise self.refusal(message, "rate_limit_tokens", self.tokens.seconds_until(1), now)
-        if self.requests is not None:
-            if self.requests.refill(now) < 1:
-                message = f"this key's limit of {self.requests.limit:,} requests a minute is used up."
-                raise self.refusal(message, "rate_limit_requests", self.requests.seconds_until(1), now)
-            self.requests.level -= 1
-
-    def refund(self) -> None:
-        """The request was refused for no fault of its key."""
-        if self.requests is not None:
-            self.requests.level += 1
-
-    def refusal(self, message: str, code: str, retry_after_s: float, now: float) -> ApiError:
-        """A 429 with what the client needs to know to come back in time."""
-        headers = {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-        headers |= {name.decode(): value.decode() for name, value in self.headers(now)}
-        return ApiError(429, message, code=code, headers=headers)
-
-    def idle(self, now: float) -> bool:
-        """Whether nothing would be lost with it."""
-        full = all(bucket is None or bucket.refill(now) >= bucket.limit for bucket in (self.requests, self.tokens))
-        return not self.inflight and not self.waiting and full
-
-
-class _Waiter:
-    __slots__ = ("account", "future", "slots")
-
-    def __init__(self, account: Account, slots: int) -> None:
-        self.account = account
-        self.slots = slots
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-
-class Admission:
-    """The door. `capacity`: slots in all (one for each answer that an engine makes at once); 0 while no engine is up.
-
-    queue_limit: requests that may wait, of all keys together. queue_timeout_s: how long one may.
-    """
-
-    def __init__(
-        self, *, capacity: int, queue_limit: int, queue_timeout_s: float, clock: Callable[[], float] = monotonic
-    ) -> None:
-        self.capacity = capacity
-        self.queue_limit = queue_limit
-        self.queue_timeout_s = queue_timeout_s
-        self.clock = clock
-        self.inflight = 0  # slots
-        self.waiting = 0  # requests
-        self._accounts: dict[str, Account] = {}
-        self._turns: OrderedDict[str, Account] = OrderedDict()  # keys with someone waiting, whose turn is next first
-
-    async def enter(self, caller: Caller, slots: int = 1) -> Ticket:
-        """Wait for `slots` slots, capped at the capacity. Cancel it where the client leaves.
-
-        Raises ApiError 429 with Retry-After and x-ratelimit-*: over a rate, the queue full, or waited too long.
-        """
-        account = self._account(caller)
-        self._spend_request(account)
-        slots = min(slots, max(1, self.capacity))
-        if not self.waiting and self.inflight + slots <= self.capacity and account.has_room():
-            self._take(account, slots)
-            return Ticket(self, account, slots, 0.0)
-        begun = self.clock()
-        waiter = self._enqueue(account, slots)
-        self._admit_waiting()  # those who wait may all be held up by their own keys' limits
-        try:
-            async with asyncio.timeout(self.queue_timeout_s):
-                await waiter.future
-        except TimeoutError:
-            self._leave(waiter)
-            message = f"no engine had room within {self.queue_timeout_s:g} s."
-            raise self._refusal(account, message, "queue_timeout", QUEUE_RETRY_AFTER_S) from None
-        except asyncio.CancelledError:
-            self._leave(waiter)
-            raise
-        except ApiError:
-            self._refund_request(account)
-            raise
-        return Ticket(self, account, waiter.slots, self.clock() - begun)
 
     def resize(self, capacity: int) -> None:
         """Another number of slots; what runs goes on. With none left, nobody waits in vain."""

@@ -12,13 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import monotonic
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from server.breaker import Breaker, RetryBudget
 from server.call import Call
 from server.errors import RETRY_AFTER_LOADING_S, ApiError
+
+if TYPE_CHECKING:
+    from server.shadow import Shadow
 
 ArmState = Literal["starting", "ready", "down"]
 # ok: an answer came whole. refused: the engine's 4xx, the request's own fault. busy: its 429 or 503. error: another
@@ -38,8 +41,8 @@ class Arm:
     `url` has no path; `served_name` is the model that requests name; `drafter` is the drafter's name, or `none`.
     `vocab_size`: tokens that the target knows, None where nobody said. `detail` says in one sentence why the arm is not
     ready; clients read it. An empty key means an engine without one. `capacity`: answers that it makes at once, None
-    where nobody said; `inflight`: attempts that run on it. `weight`: its share of the conversations, 0 for none. Several engines behind one DNS name are
-    arms of one name, which share its weight.
+    where nobody said. `weight`: its share of the conversations, 0 for none; several engines behind one DNS name are
+    arms of one name, which share its weight. `inflight`: attempts that run on it; `ready_since`: monotonic seconds.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Arm:
     capacity: int | None = None
     weight: float = 1.0
     inflight: int = 0
+    ready_since: float = field(default_factory=monotonic)
     breaker: Breaker = field(default_factory=Breaker)
 
     def takes(self, now: float) -> bool:
@@ -75,6 +79,7 @@ class Arms:
     ) -> None:
         self.members = list(arms)
         self.structured_plain = structured_plain
+        self.shadows: list[Shadow] = []
         self.retries = RetryBudget()
         self.clock = clock
         self.on_change: Callable[[], None] = lambda: None
@@ -137,6 +142,8 @@ class Arms:
             arm = self._best(call, found)
         arm.inflight += 1
         arm.breaker.sent()
+        for shadow in self.shadows:
+            shadow.offer(call)
         return arm
 
     def choose_again(self, call: Call, failed: Sequence[Arm], outcome: Outcome) -> Arm | None:
@@ -230,7 +237,9 @@ def sticky_key(asked: Mapping[str, Any], key_id: str) -> bytes:
     messages = asked.get("messages")
     first: Any = asked.get("prompt")
     if isinstance(messages, list):
-        until = next((at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"), 0)
+        until = next(
+            (at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"), 0
+        )
         first = messages[: until + 1]
     text = first[:STICKY_TEXT] if isinstance(first, str) else orjson.dumps(first)[: 4 * STICKY_TEXT].decode("latin-1")
     return blake2b(f"{key_id}:{text}".encode(errors="surrogatepass"), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""When an engine is to be left alone, and how many second tries a gateway may make: both by what requests ended with."""
+"""When an engine is to be left alone, and how many second tries a gateway may make: both by how requests ended."""
 
 from __future__ import annotations
 

@@ -110,8 +110,9 @@ class Target(Table):
 class EngineTable(Table):
     """Flags of the SGLang process. `env` and `extra_args` carry what has no key of its own.
 
-    on_gateway_exit: `keep` leaves a local engine running when its gateway ends, and the next gateway takes it over where
-    it would start the same. log_max_bytes, log_files: the engine's log is turned over at that size, so many are kept.
+    on_gateway_exit: `keep` leaves a local engine running when its gateway ends, and the next gateway takes it over
+    where it would start the same. log_max_bytes, log_files: the engine's log is turned over at that size, and so many
+    are kept.
     """
 
     device: Literal["cpu", "cuda"]
@@ -240,17 +241,18 @@ class Limits(Table):
 class GatewayTable(Table):
     """Where the gateway listens and what it lets in. Times in seconds, sizes in bytes.
 
-    admin_host, admin_port: the listener of metrics and administration. keys_file: who may come in (a path relative to
-    the profile's folder; EYAS_KEYS_FILE wins). limits: of each key that sets none of its own, and of everyone together
-    where there are no keys. max_inflight: answers made at once, by default the engines' own maximum. queue_limit:
-    requests that may wait for a slot. drain_timeout_s: how long running requests may go on after SIGTERM.
+    admin_host, admin_port: the listener of metrics and administration (default: the port after `port`).
+    keys_file: who may come in (relative to the profile's folder; EYAS_KEYS_FILE wins). limits: of each key that sets
+    none of its own, and of everyone together where there are no keys. max_inflight: answers made at once, by default
+    the engines' own maximum. queue_limit: requests that may wait for a slot. drain_timeout_s: how long running requests
+    may go on after SIGTERM. tls_certificate, tls_key: PEM files of the public listener, else it speaks plain HTTP.
     tracing_endpoint: an OpenTelemetry collector's OTLP/HTTP address.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     admin_host: str = "127.0.0.1"
-    admin_port: Annotated[int, Field(ge=0, le=65535)] = 8001
+    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     keys_file: Word | None = None
     limits: Limits = Limits()
     max_inflight: Count | None = None
@@ -259,6 +261,8 @@ class GatewayTable(Table):
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     structured_without_speculation: bool = True
     log_format: Literal["text", "json"] = "text"
+    tls_certificate: Word | None = None
+    tls_key: Word | None = None
     tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
     max_body_bytes: Count = 32 * 1024 * 1024
     body_timeout_s: Seconds = 60.0
@@ -273,9 +277,10 @@ class ArmTable(Table):
     """One arm: an engine of this gateway's own (`local`), or one that runs elsewhere (`url`).
 
     drafter: what a local one runs (default: the profile's), and what a remote one is said to run. weight: its share of
-    the conversations, 0 for none. engine_keys_file: JSON with `api-key` and `admin-api-key` of a remote engine. env: of a
-    local one, beside [engine] env. max_running_requests: of a remote one, instead of what it says itself. shadow: it gets
-    copies of `shadow_share` of the requests, at most `shadow_max_inflight` at once, and its answers are never returned.
+    the conversations, 0 for none. engine_keys_file: JSON with `api-key` and `admin-api-key` of a remote engine. env: of
+    a local one, beside [engine] env. max_running_requests: of a remote one, instead of what it says itself. shadow: it
+    gets copies of `shadow_share` of the requests, at most `shadow_max_inflight` at once, and its answers are never
+    returned.
     """
 
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")] | None = None
@@ -294,7 +299,9 @@ class ArmTable(Table):
         if (self.url is None) != self.local:
             raise ValueError("needs exactly one of 'url' and 'local = true'")
         if self.local and (self.engine_keys_file or self.max_running_requests):
-            raise ValueError("'engine_keys_file' and 'max_running_requests' are for a remote arm: a local one has its own")
+            raise ValueError(
+                "'engine_keys_file' and 'max_running_requests' are for a remote arm: a local one has its own"
+            )
         if self.url and self.env:
             raise ValueError("'env' is for a local arm: a remote engine has its own environment")
         EngineTable._nothing_faked(self.env)

@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(path: Path, as_json: bool) -> None:
     shown = {
-        key_id: entry.model_dump(exclude={"sha256"}, exclude_none=True) for key_id, entry in read_keys(path).keys.items()
+        key_id: entry.model_dump(exclude={"sha256"}, exclude_none=True)
+        for key_id, entry in read_keys(path).keys.items()
     }
     if as_json:
         print(json.dumps({"keys": shown}))

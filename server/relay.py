@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Collection
 from time import perf_counter
 
 import aiohttp
@@ -53,13 +54,22 @@ class Relay:
     async def close(self) -> None:
         """Give up what still runs, tell the engine so, and close the pool."""
         tasks = {exchange.task for exchange in self._exchanges}
-        for exchange in list(self._exchanges):
-            exchange.stop("stopping")
+        self.stop_all()
         if tasks:
             await asyncio.wait(tasks)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
         await self.session.close()
+
+    def stop_all(self) -> None:
+        """End what still runs: each client is told."""
+        for exchange in list(self._exchanges):
+            exchange.stop("stopping")
+
+    @property
+    def running(self) -> Collection[Exchange]:
+        """The calls that are not over."""
+        return self._exchanges
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = perf_counter()

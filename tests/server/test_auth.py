@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import stat
@@ -66,10 +67,8 @@ def test_hashes_are_compared_in_constant_time_also_for_an_unknown_id(
     monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: seen.append((len(a), len(b))) or real(a, b))
     keys = ring(file)
     for header in (f"Bearer {key}", f"Bearer eyas_{key_id}_{'x' * 43}", f"Bearer eyas_00000000_{'x' * 43}", "Bearer x"):
-        try:
+        with contextlib.suppress(ApiError):
             keys.who(header.encode())
-        except ApiError:
-            pass
     assert seen == [(32, 32)] * 4
 
 
