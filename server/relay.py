@@ -21,6 +21,7 @@ from server.call import ROUTES, Call, ClientGone, new_rid, read_body, read_call
 from server.config import GatewayTable
 from server.errors import ApiError, reason, send_error
 from server.exchange import Exchange, authorization
+from server.logs import log_answered, log_refused, requests
 from server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -89,11 +90,15 @@ class Relay:
             self._leave(ticket, 0)
             self.metrics.disconnects.labels("body").inc()
             self.count(path, 499, None)
+            if not requests.disabled:
+                log_refused(path, 499, request_id, ticket.key_id if ticket else None, None)
             return
         except ApiError as error:
             self._leave(ticket, 0)
             self.metrics.rejected.labels(reason(error)).inc()
             self.count(path, error.status, None)
+            if not requests.disabled:
+                log_refused(path, error.status, request_id, ticket.key_id if ticket else None, error.code)
             await send_error(send, error, [(b"x-request-id", request_id)])
             return
         exchange = Exchange(self, call, ticket, send, request_id, begun, read)
@@ -106,6 +111,8 @@ class Relay:
             self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)
             self.count(path, exchange.status, exchange.arm)
+            if not requests.disabled:
+                log_answered(exchange, request_id)
 
     def _leave(self, ticket: Ticket | None, tokens: int) -> None:
         if ticket is not None:
