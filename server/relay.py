@@ -23,6 +23,7 @@ from server.errors import ApiError, reason, send_error
 from server.exchange import Exchange, authorization
 from server.logs import log_answered, log_refused, requests
 from server.metrics import Metrics
+from server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Relay:
         self.admission = admission
         self.gateway = gateway
         self.metrics = metrics
+        self.tracing: Tracing | None = None
         self._exchanges: set[Exchange] = set()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -104,9 +106,12 @@ class Relay:
         exchange = Exchange(self, call, ticket, send, request_id, begun, read)
         self._exchanges.add(exchange)
         self.metrics.inflight.inc()
+        span = self.tracing.begin(exchange) if self.tracing else None
         try:
             await exchange.run(receive)
         finally:
+            if span:
+                span.end(exchange)
             self.metrics.inflight.dec()
             self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)

@@ -57,7 +57,7 @@ def test_a_gateway_is_exchanged_and_the_engine_goes_on(tmp_path: Path, tiny: Cal
     pair = tiny("llama")
     profile = tmp_path / "profile.toml"
     text = profile_text(pair, 8, ()).replace("[engine]", '[engine]\non_gateway_exit = "keep"', 1)
-    profile.write_text(f'default_drafter = "{pair.drafters["mha_perfect"]}"\n{text}')
+    profile.write_text(f'default_drafter = "mha_perfect"\n{text}')
     first = Gateway(tmp_path, profile, "first")
     (file,) = (tmp_path / "home/runs/kept").glob("*.json")
     kept = read_record(file)
@@ -78,5 +78,5 @@ def test_a_gateway_is_exchanged_and_the_engine_goes_on(tmp_path: Path, tiny: Cal
         assert read_record(file) == kept and all(each.is_running() for each in family)
     finally:
         os.kill(kept.pid, signal.SIGTERM)
-        gone, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, "an engine that is told to end leaves nothing behind"
