@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from server.errors import ApiError
 
@@ -192,9 +193,9 @@ def _flag(asked: dict[str, Any], name: str) -> bool:
     raise ApiError(400, f"{name!r} is {value!r}, expected true or false.", param=name)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+async def read_body(heads: Mapping[bytes, bytes], receive: Receive, limit: int, timeout_s: float) -> bytes:
     """The request's body. Raises ApiError 413 past `limit` bytes, announced or read, 408 past its time; ClientGone."""
-    announced = next((value for name, value in scope["headers"] if name == b"content-length"), None)
+    announced = heads.get(b"content-length")
     if announced is not None and int(announced) > limit:
         raise _too_large(limit)
     task = asyncio.current_task()

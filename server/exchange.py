@@ -80,6 +80,7 @@ class Exchange:
         self.started = False  # the response's head went out
         self.finished = False  # and its last byte
         self.first_frame_at: float | None = None
+        self.trace: dict[str, str] = {}  # headers that go on to the engine
         self.end: End | None = None  # why the pump was stopped
         self.pinging: asyncio.Task[None] | None = None
         self.late_at = begun + gateway.request_timeout_s
@@ -233,7 +234,7 @@ class Exchange:
         ]
 
     async def _relay(self, arm: Arm) -> None:
-        url, headers = f"{arm.url}{self.call.path}", authorization(arm.api_key)
+        url, headers = f"{arm.url}{self.call.path}", authorization(arm.api_key) | self.trace
         post = self.relay.session.post(url, data=_payload(self.call), headers=headers, allow_redirects=False)
         async with post as response:
             if response.status != 200:
