@@ -78,8 +78,7 @@ def test_the_lock_names_no_local_versions_and_no_duplicates():
 
 
 def pinned(*more):
-    """What the two locks pin: name -> version."""
-    """What .venv holds; requirements-speculators.lock is of an environment of its own."""
+    """What .venv holds, and `more` locks: name -> version. Other locks are of environments of their own."""
     locks = [REPO / f"requirements{which}.lock" for which in ("", "-data", *more)]
     lines = [line for lock in locks for line in lock.read_text().splitlines()]
     pairs = (line.split(" ")[0].split("==") for line in lines if "==" in line and not line.startswith("#"))

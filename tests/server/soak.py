@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import collections
 import json
+import logging
 import os
 import random
 import signal
@@ -67,6 +68,7 @@ class Soak:
         self.rss: list[tuple[int, int]] = []
         self.checks: dict[str, bool] = {}
         self.figures: dict[str, Any] = {}
+        logging.getLogger("aiohttp.server").setLevel("CRITICAL")  # the fake's, of clients that have left
         self.fake = FakeEngine().start()
         self.fake.delay = 0.05
         port = free_port()
