@@ -210,8 +210,11 @@ class Arms:
 
 def _ranked(arms: list[Arm], sticky: bytes) -> list[Arm]:
     """By name first, by weight; then among the engines of one name, alike."""
-    weights = {arm.name: arm.weight or 1.0 for arm in arms}  # a pinned arm may have none
-    by_name = {name: _score(sticky, name, weight) for name, weight in weights.items()}
+    by_name = {arm.name: arm.weight or 1.0 for arm in arms}  # a pinned arm may have none
+    for name, weight in by_name.items():
+        by_name[name] = _score(sticky, name, weight)
+    if len(by_name) == len(arms):
+        return sorted(arms, key=lambda arm: by_name[arm.name], reverse=True)
     return sorted(arms, key=lambda arm: (by_name[arm.name], _score(sticky, arm.url, 1.0)), reverse=True)
 
 

@@ -272,6 +272,12 @@ class GatewayTable(Table):
     request_timeout_s: Seconds = 3600.0
     heartbeat_after_s: Seconds = 10.0
 
+    @model_validator(mode="after")
+    def _both_or_none(self) -> GatewayTable:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("'tls_certificate' and 'tls_key' go together")
+        return self
+
 
 class ArmTable(Table):
     """One arm: an engine of this gateway's own (`local`), or one that runs elsewhere (`url`).

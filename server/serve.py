@@ -21,7 +21,7 @@ from server.admin import create_admin_app
 from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
-from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile, resolve_path
+from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
 from server.engine import Engine, port_obstacle
 from server.gateway import LOOPBACK, Gateway
 from server.health import RemoteArm
@@ -77,8 +77,11 @@ def serve(profile: Profile, asked: Asked, version: str) -> int:
     return _Service(profile, asked, table, version).run()
 
 
-def listener(app: object, host: str, port: int, certificate: str | None = None, key: str | None = None) -> Listener:
+def listener(app: object, host: str, port: int, certificate: Path | None = None, key: Path | None = None) -> Listener:
     """One process; HTTP by httptools on uvloop."""
+    for file in (certificate, key):
+        if file is not None and not os.access(file, os.R_OK):
+            raise ProfileError(f"{file}, which [gateway] names for TLS, cannot be read.")
     return Listener(
         uvicorn.Config(
             app,  # type: ignore[arg-type]  # an ASGI application, which uvicorn names by a type of its own
@@ -92,7 +95,7 @@ def listener(app: object, host: str, port: int, certificate: str | None = None, 
             timeout_graceful_shutdown=3,
             server_header=False,
             ssl_certfile=certificate,
-            ssl_keyfile=key,
+            ssl_keyfile=None if key is None else str(key),
         )
     )
 
@@ -133,7 +136,7 @@ class _Service:
             self.gateway.relay.tracing, self.spans = start_tracing(table.tracing_endpoint, version)
         if keys.path is None and table.host not in LOOPBACK:
             _say(f"warning: {table.host} is not loopback and there is no keys file: whoever reaches it may use it.")
-        tls = (table.tls_certificate, table.tls_key)
+        tls = [beside(profile, named) for named in (table.tls_certificate, table.tls_key)]
         self.public = listener(create_app(self.gateway), table.host, table.port, *tls)
         self.private = listener(create_admin_app(self.gateway, self.reload), table.admin_host, table.admin_port or 0)
 
@@ -274,7 +277,8 @@ class _Service:
     def _ready(self, engine: Engine, elapsed_s: float) -> None:
         config = self.public.config
         admin = f"http://{shown_host(self.private.config.host)}:{self.private.config.port}"
-        print(ready_text(engine, config.host, config.port, elapsed_s, admin), flush=True)
+        scheme = "https" if config.is_ssl else "http"
+        print(ready_text(engine, scheme, config.host, config.port, elapsed_s, admin), flush=True)
 
     def _lost(self, reason: str) -> None:
         def lost() -> None:
@@ -301,11 +305,12 @@ class _Service:
 
 def keys_path(profile: Profile, table: GatewayTable) -> Path | None:
     """The keys file: EYAS_KEYS_FILE, else the profile's."""
-    named = read_settings().keys_file
-    if named is None and table.keys_file is not None:
-        named = Path(resolve_path(table.keys_file, profile.source.parent))
-        named = named if named.is_absolute() else profile.source.parent / named
-    return named
+    return read_settings().keys_file or beside(profile, table.keys_file)
+
+
+def beside(profile: Profile, named: str | None) -> Path | None:
+    """A file that the profile names, taken from the profile's own folder."""
+    return None if named is None else profile.source.parent / Path(named).expanduser()
 
 
 def engine_keys(named: str | None, base: Path) -> tuple[str, str]:
@@ -360,9 +365,9 @@ def shown_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
-def ready_text(engine: Engine, host: str, port: int, elapsed_s: float, admin: str) -> str:
+def ready_text(engine: Engine, scheme: str, host: str, port: int, elapsed_s: float, admin: str) -> str:
     """The lines that say that it serves: URL, a curl to copy, what speculates, what is limited."""
-    url = f"http://{shown_host(host)}:{port}"
+    url = f"{scheme}://{shown_host(host)}:{port}"
     body = {
         "model": engine.served_name,
         "messages": [{"role": "user", "content": "What is an eyas?"}],

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,27 @@ from tests.server.test_engine import PROFILE, gone
 from tests.server.test_serve import Served
 
 READY = "Ctrl-C stops everything"
+# Made for this test alone (openssl req -x509 -newkey ec -subj /CN=127.0.0.1), valid for 100 years.
+CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBjzCCATagAwIBAgIUVUJx0q+8E2+ZLUciF4kWJAxdvh0wCgYIKoZIzj0EAwIw
+FDESMBAGA1UEAwwJMTI3LjAuMC4xMCAXDTI2MTEzMDE4MjMzM1oYDzIxMjYxMTA2
+MTgyMzMzWjAUMRIwEAYDVQQDDAkxMjcuMC4wLjEwWTATBgcqhkjOPQIBBggqhkjO
+PQMBBwNCAARx7FidPiNAr/Qim/dGPDo94rWbIftbcwIse0Mh9UFNEPFJfYDIT0I4
+HtPxMAGYGA61XGVn58gqOnZIyy0VW+mxo2QwYjAdBgNVHQ4EFgQUf2JRGAVI9Ekp
+mJHiuNJzIXW/2uIwHwYDVR0jBBgwFoAUf2JRGAVI9EkpmJHiuNJzIXW/2uIwDwYD
+VR0TAQH/BAUwAwEB/zAPBgNVHREECDAGhwR/AAABMAoGCCqGSM49BAMCA0cAMEQC
+IAseUppSj+XRT4ssbeY2j8F1P/1af13FI6q/g/DC9sIBAiBsGOOudvnYe+sdoIri
+l2khvZMq73d3egEF8vtIMp2C1w==
+-----END CERTIFICATE-----
+"""
+CERTIFICATES_KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgmPx1TjY7hY99E5m+
+YQIzelsGlVlwViEYkarM23JbE8KhRANCAARx7FidPiNAr/Qim/dGPDo94rWbIftb
+cwIse0Mh9UFNEPFJfYDIT0I4HtPxMAGYGA61XGVn58gqOnZIyy0VW+mx
+-----END PRIVATE KEY-----
+"""
 
 
 @pytest.fixture
@@ -322,3 +344,19 @@ def test_keys_on_the_command_line_reach_no_log(gateway, tmp_path):
 def test_help_states_where_tls_ends():
     shown = subprocess.run([sys.executable, "-m", "server", "--help"], capture_output=True, text=True).stdout
     assert "terminate TLS in front of it" in shown and "tls_certificate" in shown
+
+
+def test_tls_by_itself(gateway, tmp_path):
+    (tmp_path / "cert.pem").write_text(CERTIFICATE)
+    extra = '\n[gateway]\ntls_certificate = "cert.pem"\ntls_key = "key.pem"\n'
+    served = gateway(extra=extra)
+    assert served.end() == 1
+    assert "key.pem, which [gateway] names for TLS, cannot be read" in served.text and "Traceback" not in served.text
+    (tmp_path / "key.pem").write_text(CERTIFICATES_KEY)
+    served = gateway(extra=extra).wait_for(READY)
+    assert f"curl {served.url.replace('http', 'https')}" in served.text
+    secure = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+    assert httpx.get(f"{served.url.replace('http', 'https')}/readyz", verify=secure).status_code == 200
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{served.url}/readyz")
+    assert served.end(signal.SIGTERM) == 0
