@@ -94,6 +94,10 @@ class Metrics:
         self.spec_unreported = counter(
             "spec_unreported_requests", "Finished requests without usable speculation statistics.", WHOSE
         )
+        self.empty_answers = counter("empty_answers", "Finished conversations of which an answer said nothing.", WHOSE)
+        self.leaked_tool_tokens = counter(
+            "leaked_tool_tokens", "Finished requests with a tool call's tokens in their text.", WHOSE
+        )
         self.engine_up = gauge("engine_up", "1 while the arm takes requests.", ("arm",))
         self._arms: dict[Whose, ArmMetrics] = {}
         gauge("build_info", "Always 1; the labels say what runs.", ("version",)).labels(version).set(1)
@@ -128,6 +132,8 @@ class ArmMetrics:
         self.whose = whose
         self.ttft = metrics.ttft.labels(*whose)
         self.tpot = metrics.tpot.labels(*whose)
+        self.empty_answers = metrics.empty_answers.labels(*whose)
+        self.leaked_tool_tokens = metrics.leaked_tool_tokens.labels(*whose)
         self._verify_steps = metrics.spec_verify_steps.labels(*whose)
         self._draft_tokens = metrics.spec_draft_tokens.labels(*whose)
         self._accepted_tokens = metrics.spec_accepted_tokens.labels(*whose)
