@@ -88,7 +88,9 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
     )
     how.add_argument("--seed", type=int, default=0, metavar="N", help="order of documents and first weights (0)")
-    how.add_argument("--fp32", action="store_true", help="products in fp32 (default: bf16, with fp32 weights)")
+    precision = how.add_mutually_exclusive_group()
+    precision.add_argument("--bf16", action="store_true", help="products in bf16, weights in fp32")
+    precision.add_argument("--fp32", action="store_true", help="products in fp32 (default: the machine's faster one)")
     how.add_argument("--export-fp32", action="store_true", help="write the drafter in fp32 (default: bf16)")
     _common(command)
 
@@ -118,6 +120,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from drafter.checkpoint.vocab import DraftVocab
     from drafter.data.shards import open_shards
     from drafter.training.compatible import check_drafter, check_shards
+    from drafter.training.device import bf16_is_fast
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
     from drafter.training.export import export, origin
@@ -165,7 +168,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         user_weight=a.user_weight,
         head_from=a.head_from,
         head_lr=a.head_lr,
-        bf16=not a.fp32,
+        bf16=a.bf16 or (not a.fp32 and bf16_is_fast()),
         seed=a.seed,
         eval_every=a.eval_every,
         eval_documents=a.eval_documents,
