@@ -2,8 +2,8 @@
 
 P packed rows (all documents one after another), R query rows among them, B documents, S key rows and Q query rows of
 the longest document, N query heads, G key heads, D head width, H hidden, A what the target hands over (n_aux H),
-X attention input (2 H), U draft vocabulary, V target vocabulary, J later steps so far. Row i holds the target's
-features at position i and the token at i + 1; loss.py draws what it predicts.
+Y widths of queries, keys and values together, U draft vocabulary, V target vocabulary, J later steps so far. Row i
+holds the target's features at position i and the token at i + 1; batch.py draws what it predicts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,15 @@ UNSUPPORTED = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias
 
 @dataclass
 class Memory:
-    """Keys and values that the rows of later steps attend to: the first step's, padded, and each row's own chain."""
+    """Keys and values that the rows of later steps attend to: the first step's, padded, and each row's own chain.
+
+    tokens_P and word_PY are the first step's tokens and what `Eagle3._words` made of them. Training feeds the text's
+    own tokens: at step k row i has the token that row i + k had, so its half of the projections is there already.
+    """
 
     layout: Layout
+    tokens_P: Tensor
+    word_PY: Tensor
     k_BGSD: Tensor
     v_BGSD: Tensor
     k_RGD: list[Tensor]
@@ -48,6 +54,11 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(2 * hidden, groups * width, bias=False)
         self.v_proj = nn.Linear(2 * hidden, groups * width, bias=False)
         self.o_proj = nn.Linear(heads * width, hidden, bias=False)
+        self.heads = [heads, groups, groups]
+
+    def weight_YX(self) -> Tensor:
+        """Weights of queries, keys and values in one, over a token's embedding and a row's state (X = 2 H)."""
+        return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
 
 
 class Mlp(nn.Module):
@@ -107,26 +118,26 @@ class Eagle3(nn.Module):
         `aux_PA[i]` is what the target computed at position i, `tokens_P[i]` the token at i + 1.
         """
         fused_PH = self.fc(aux_PA)
-        x_PX = self._input(fused_PH, tokens_P)
-        attention, turn_2PD = self.midlayer.self_attn, self._turn(layout.position_P)
-        k_PGD = rotate(self._heads(attention.k_proj(x_PX)), turn_2PD)
-        v_PGD = self._heads(attention.v_proj(x_PX))
-        memory = Memory(layout, layout.pad_keys(k_PGD), layout.pad_keys(v_PGD), [], [])
-        fused_RH, x_RX = fused_PH, x_PX
+        word_PY = self._words(tokens_P)
+        q_PND, k_PGD, v_PGD = self._project(fused_PH, word_PY, self._turn(layout.position_P))
+        memory = Memory(layout, tokens_P, word_PY, layout.pad_keys(k_PGD), layout.pad_keys(v_PGD), [], [])
+        fused_RH, q_RND = fused_PH, q_PND
         if len(layout.query_R) < len(tokens_P):
-            fused_RH, x_RX, turn_2PD = fused_PH[layout.query_R], x_PX[layout.query_R], turn_2PD[:, layout.query_R]
-        q_RND = rotate(self._heads(attention.q_proj(x_RX)), turn_2PD)
+            fused_RH, q_RND = fused_PH[layout.query_R], q_PND[layout.query_R]
         return self._rest(fused_RH, q_RND, memory), memory
 
     def later(self, hidden_RH: Tensor, tokens_R: Tensor, memory: Memory) -> Tensor:
         """The next step of every query row, fed with its own output: the output [R, H] before the final norm."""
-        layout = memory.layout
-        x_RX = self._input(hidden_RH, tokens_R)
-        turn_2RD = self._turn(layout.position_P[layout.query_R] + len(memory.k_RGD) + 1)
-        attention = self.midlayer.self_attn
-        memory.k_RGD.append(rotate(self._heads(attention.k_proj(x_RX)), turn_2RD))
-        memory.v_RGD.append(self._heads(attention.v_proj(x_RX)))
-        q_RND = rotate(self._heads(attention.q_proj(x_RX)), turn_2RD)
+        layout, step = memory.layout, len(memory.k_RGD) + 1
+        ahead_R = (layout.query_R + step).clamp(max=len(memory.tokens_P) - 1)
+        if torch.equal(tokens_R, memory.tokens_P[ahead_R]):
+            word_RY = memory.word_PY[ahead_R]
+        else:
+            word_RY = self._words(tokens_R)
+        turn_2RD = self._turn(layout.position_P[layout.query_R] + step)
+        q_RND, k_RGD, v_RGD = self._project(hidden_RH, word_RY, turn_2RD)
+        memory.k_RGD.append(k_RGD)
+        memory.v_RGD.append(v_RGD)
         return self._rest(hidden_RH, q_RND, memory)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
@@ -134,17 +145,23 @@ class Eagle3(nn.Module):
         out: Tensor = self.lm_head(self.norm(hidden_RH))
         return out
 
-    def _input(self, hidden_RH: Tensor, tokens_R: Tensor) -> Tensor:
+    def _words(self, tokens_R: Tensor) -> Tensor:
+        """The tokens' half of queries, keys and values, [R, Y]: no row's position or features are in it."""
         token_RH = self.midlayer.input_layernorm(self.embed_VH[tokens_R].float())
-        return torch.cat([token_RH, self.midlayer.hidden_norm(hidden_RH.float())], dim=-1)
+        return F.linear(token_RH, self.midlayer.self_attn.weight_YX()[:, : token_RH.shape[1]])
+
+    def _project(self, hidden_RH: Tensor, word_RY: Tensor, turn_2RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, N, D], keys and values [R, G, D]: q_proj, k_proj and v_proj of the tokens beside the states."""
+        attention = self.midlayer.self_attn
+        state_RH = self.midlayer.hidden_norm(hidden_RH.float())
+        all_RY = F.linear(state_RH, attention.weight_YX()[:, state_RH.shape[1] :]) + word_RY
+        q, k, v = all_RY.unflatten(-1, (-1, self.config["head_dim"])).split(attention.heads, dim=1)
+        return rotate(q, turn_2RD), rotate(k, turn_2RD), v
 
     def _rest(self, hidden_RH: Tensor, q_RND: Tensor, memory: Memory) -> Tensor:
         seen_RND = attend(q_RND, memory.k_BGSD, memory.v_BGSD, memory.layout, memory.k_RGD, memory.v_RGD)
         hidden_RH = hidden_RH.float() + self.midlayer.self_attn.o_proj(seen_RND.flatten(1))
         return hidden_RH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden_RH))
-
-    def _heads(self, x_RX: Tensor) -> Tensor:
-        return x_RX.unflatten(-1, (-1, self.config["head_dim"]))
 
     def _turn(self, position_R: Tensor) -> Tensor:
         angle_RF = position_R[:, None] * self.frequency_F
