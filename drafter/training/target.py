@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafter.training.device import bf16_is_fast
 from drafter.training.errors import TrainingError
 
 CANDIDATES = 8
@@ -75,11 +76,12 @@ def load_target(folder: Path) -> Target:
 def best_tokens(final_MH: Tensor, head_VH: Tensor) -> Tensor:
     """The target's greedy choice after each position, int64 [M]: argmax over the whole vocabulary.
 
-    `final_MH` is after the final norm. Where both are bf16 the product is too, which makes ties of near logits; the
-    best few are then compared again in fp32.
+    `final_MH` is after the final norm. Where both are bf16 and the processor is quick at it the product is too, which
+    makes ties of near logits; the best few are then compared again in fp32.
     """
     rows = max(1, CHUNK_ELEMENTS // len(head_VH))
-    if final_MH.dtype != torch.bfloat16 or head_VH.dtype != torch.bfloat16:
+    half = final_MH.dtype == head_VH.dtype == torch.bfloat16
+    if not half or not bf16_is_fast():
         head_VH = head_VH.float()
         return torch.cat([F.linear(part.float(), head_VH).max(-1).indices for part in final_MH.split(rows)])
     best: list[Tensor] = []
