@@ -44,7 +44,7 @@ class Side:
         self.target = load_target(folder / "target")
         self.vocab = DraftVocab.load(folder / "vocab.safetensors")
         shards = open_shards(folder / "shards")
-        self.documents = Documents(shards, self.target, 0.2, 1 << 20, folder)
+        self.documents = Documents(shards, self.target, 0.2, 1 << 20, folder, self.device)
         self.layer_ids: list[int] = shards.manifest["layer_ids"]
         self.batches = self.documents.epoch(self.documents.train, int(settings["batch_tokens"]), 0, 0)
 
@@ -190,7 +190,10 @@ def main(argv: list[str]) -> None:
             ),
             flush=True,
         )
-    print(json.dumps({"peak_rss_mb": peak_mb()}), flush=True)
+    peaks = {"peak_rss_mb": peak_mb()}
+    if side.device.type == "cuda":
+        peaks["peak_gpu_mb"] = torch.cuda.max_memory_allocated(side.device) / 1e6
+    print(json.dumps(peaks), flush=True)
 
 
 def _arguments(side: Side, indices: list[int]) -> tuple[list[int], int, list[int], int]:

@@ -58,13 +58,13 @@ class Worker:
         self._process.stdin.flush()
         return self._answer()
 
-    def end(self) -> float:
-        """Ends it; its peak memory in MB."""
+    def end(self) -> dict[str, float]:
+        """Ends it; its peak memory in MB, and a GPU's."""
         assert self._process.stdin
         self._process.stdin.close()
-        peak = float(self._answer()["peak_rss_mb"])
+        peaks = self._answer()
         self._process.wait()
-        return peak
+        return peaks
 
     def stop(self) -> None:
         """Ends it where something failed."""
@@ -101,10 +101,11 @@ def measure(folder: Path, settings: dict[str, Any], rounds: int, steps: int, alo
             worker.stop()
         raise
     figures = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    figures["peak_rss_mb"] = peaks["eyas"]
+    figures |= peaks["eyas"]
     if not alone:
-        figures["speculators_peak_rss_mb"] = peaks["speculators"]
-        figures["memory_ratio_vs_speculators"] = peaks["eyas"] / peaks["speculators"]
+        theirs = peaks["speculators"]["peak_rss_mb"]
+        figures["speculators_peak_rss_mb"] = theirs
+        figures["memory_ratio_vs_speculators"] = figures["peak_rss_mb"] / theirs
     return figures | {"runs": runs}
 
 
@@ -174,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch_tokens": args.batch_tokens,
         "threads": args.threads,
     }
+    if args.device == "cuda" and not args.alone:
+        parser().error("speculators' side runs on the CPU here: pass --alone with --device cuda")
     try:
         with tempfile.TemporaryDirectory(prefix="train-speed-", dir=args.dir) as folder:
             make(Path(folder), SHAPES[args.shape], args.batch_tokens, args.length)

@@ -154,7 +154,10 @@ def ttt_loss(
     layout = batch.layout(query_T)
     known_V = torch.from_numpy(model.vocab.t2d).to(query_T.device)
     teacher_JU, slot_T = _teacher(
-        batch, [shift.label_T[shift.inside_T & query_T] for shift in shifts], teacher_UH, dtype
+        batch,
+        [shift.label_T[shift.inside_T & query_T & known_V[batch.best_T[shift.label_T]]] for shift in shifts],
+        teacher_UH,
+        dtype,
     )
     head_UH = model.lm_head.weight.to(dtype)
 
