@@ -2,8 +2,8 @@
 
 P packed rows (all documents one after another), R query rows among them, B documents, S key rows and Q query rows of
 the longest document, N query heads, G key heads, D head width, H hidden, A what the target hands over (n_aux H),
-Y widths of an attention's first projections together, U draft vocabulary, V target vocabulary, J later steps so far. Row i
-holds the target's features at position i and the token at i + 1; batch.py draws what it predicts.
+Y widths of an attention's first projections together, U draft vocabulary, V target vocabulary, J later steps so far.
+Row i holds the target's features at position i and the token at i + 1; batch.py draws what it predicts.
 """
 
 from __future__ import annotations
@@ -215,6 +215,8 @@ def load_drafter(folder: Path, embed_VH: Tensor) -> Eagle3:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+    if shapes.shares_head(read.config):
+        raise TrainingError(f"drafter {folder} shares its target's head and has none to train: train a new one.")
     rows = len(weights["lm_head.weight"])
     d2t = weights.pop("d2t", torch.zeros(rows, dtype=torch.int64)).numpy()
     t2d = weights.pop("t2d", None)
