@@ -22,10 +22,11 @@ from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import open_shards
 from drafter.training.batch import Batch
 from drafter.training.documents import Documents
-from drafter.training.initial import Shape as DrafterShape
-from drafter.training.initial import drafter_config, new_drafter
+from drafter.training.initial import new_drafter
 from drafter.training.model import Eagle3
 from drafter.training.ranks import Ranks
+from drafter.training.shape import Shape as DrafterShape
+from drafter.training.shape import drafter_config
 from drafter.training.target import Target, load_target
 from drafter.training.train import Options, Run
 

@@ -66,11 +66,16 @@ def free_memory(device: torch.device) -> float:
     return float(psutil.virtual_memory().available)
 
 
+def draft_size(config: Mapping[str, Any]) -> int:
+    """Tokens that a drafter of this config may propose."""
+    return int(config.get("draft_vocab_size") or config["vocab_size"])
+
+
 def blank(config: Mapping[str, Any]) -> Eagle3:
     """A drafter of this config without any storage, to count by. Raises TrainingError as the real one does."""
     heads = {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
     with torch.device("meta"):
-        vocab = DraftVocab(np.arange(config["draft_vocab_size"]), config["vocab_size"])
+        vocab = DraftVocab(np.arange(draft_size(config)), config["vocab_size"])
         return Eagle3({**config, **heads}, vocab, torch.empty(config["vocab_size"], config["hidden_size"]))
 
 
@@ -89,7 +94,7 @@ def estimate(
 
     Rows: a piece's tokens, or one document of `max_length` where that is more; evaluation takes twice a batch.
     """
-    hidden, vocab, draft = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
+    hidden, vocab, draft = config["hidden_size"], config["vocab_size"], draft_size(config)
     manifest, model = shards.manifest, blank(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     stored = 2 if manifest["dtype"] == "bfloat16" else FLOAT

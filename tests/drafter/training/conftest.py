@@ -27,6 +27,11 @@ def llama() -> TinyPair:
 
 
 @pytest.fixture(scope="session")
+def kimi() -> TinyPair:
+    return build("kimi")
+
+
+@pytest.fixture(scope="session")
 def tongue() -> Language:
     return language.build(tokenizer.train(), SEED)
 
@@ -62,3 +67,10 @@ def vocab_file(tmp_path, llama):
     file = tmp_path / "vocab.safetensors"
     load_drafter(folder, load_target(llama.target).embed_VH).vocab.save(file)
     return file
+
+
+@pytest.fixture(scope="session")
+def kimi_spoken(kimi, tongue) -> list[Document]:
+    """Some short sampled texts of the tiny Kimi."""
+    texts = tongue.sample(40, 40, torch.Generator().manual_seed(12), surprise=0.1).tolist()
+    return captured(kimi, texts, [(8, 40 - n % 7) for n in range(len(texts))])
