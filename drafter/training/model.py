@@ -1,9 +1,9 @@
-"""The EAGLE-3 drafter `LlamaForCausalLMEagle3` as SGLang 0.5.23 computes it, trainable, over packed documents.
+"""The EAGLE-3 drafter as SGLang 0.5.23 computes it, trainable, over packed documents: both of its styles.
 
 P packed rows (all documents one after another), R query rows among them, B documents, S key rows and Q query rows of
 the longest document, N query heads, G key heads, D head width, H hidden, A what the target hands over (n_aux H),
-X attention input (2 H), U draft vocabulary, V target vocabulary, J later steps so far. Row i holds the target's
-features at position i and the token at i + 1; loss.py draws what it predicts.
+Y widths of an attention's first projections together, U draft vocabulary, V target vocabulary, J later steps so far.
+Row i holds the target's features at position i and the token at i + 1; batch.py draws what it predicts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,29 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from drafter.checkpoint import shapes
 from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.training.attention import Layout, attend
 from drafter.training.errors import TrainingError
+from drafter.training.latent import LatentAttention
+from drafter.training.rotary import Rotary, rotary_of, rotate, turns
 
 # What SGLang would compute differently from this file; a config that sets one of them is refused.
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "rope_scaling", "attention_bias")
+UNSUPPORTED = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "attention_bias")
 
 
 @dataclass
 class Memory:
-    """Keys and values that the rows of later steps attend to: the first step's, padded, and each row's own chain."""
+    """Keys and values that the rows of later steps attend to: the first step's, padded, and each row's own chain.
+
+    tokens_P and word_PY are the first step's tokens and what `Eagle3._words` made of them. Training feeds the text's
+    own tokens: at step k row i has the token that row i + k had, so its half of the projections is there already.
+    """
 
     layout: Layout
+    tokens_P: Tensor
+    word_PY: Tensor
     k_BGSD: Tensor
     v_BGSD: Tensor
     k_RGD: list[Tensor]
@@ -38,16 +47,32 @@ class Memory:
 
 
 class SelfAttention(nn.Module):
-    """Projections of a drafter's attention, by their checkpoint names."""
+    """Grouped-query attention of `LlamaForCausalLMEagle3`: projections by their checkpoint names."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         hidden, width = config["hidden_size"], config["head_dim"]
+        self.width = width
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
         self.q_proj = nn.Linear(2 * hidden, heads * width, bias=False)
         self.k_proj = nn.Linear(2 * hidden, groups * width, bias=False)
         self.v_proj = nn.Linear(2 * hidden, groups * width, bias=False)
         self.o_proj = nn.Linear(heads * width, hidden, bias=False)
+        self.heads = [heads, groups, groups]
+
+    def weight_YX(self) -> Tensor:
+        """Weights of queries, keys and values in one, over a token's embedding and a row's state (X = 2 H)."""
+        return torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+
+    def split(self, all_RY: Tensor, turn_2RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, N, D] and keys [R, G, D], turned, and values [R, G, D], of what `weight_YX` gave."""
+        q_RND, k_RGD, v_RGD = all_RY.unflatten(-1, (-1, self.width)).split(self.heads, dim=1)
+        return rotate(q_RND, turn_2RD), rotate(k_RGD, turn_2RD), v_RGD
+
+    def output(self, seen_RND: Tensor) -> Tensor:
+        """What is added to the residual, [R, H]."""
+        out: Tensor = self.o_proj(seen_RND.flatten(1))
+        return out
 
 
 class Mlp(nn.Module):
@@ -67,13 +92,14 @@ class Mlp(nn.Module):
 class MidLayer(nn.Module):
     """The one decoder layer."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], rotary: Rotary) -> None:
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         self.input_layernorm = nn.RMSNorm(hidden, eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
-        self.self_attn = SelfAttention(config)
+        latent = config["architectures"][0] == shapes.MLA
+        self.self_attn = LatentAttention(config, rotary.score) if latent else SelfAttention(config)
         self.mlp = Mlp(hidden, config["intermediate_size"])
 
 
@@ -82,7 +108,6 @@ class Eagle3(nn.Module):
 
     target_ids_U: Tensor
     embed_VH: Tensor
-    frequency_F: Tensor
 
     def __init__(self, config: dict[str, Any], vocab: DraftVocab, embed_VH: Tensor) -> None:
         """Raises TrainingError for a config that SGLang would compute otherwise."""
@@ -92,14 +117,12 @@ class Eagle3(nn.Module):
         self.vocab = vocab
         hidden, aux = config["hidden_size"], len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         self.fc = nn.Linear(aux * hidden, hidden, bias=False)
-        self.midlayer = MidLayer(config)
+        self.rotary = rotary_of(config)
+        self.midlayer = MidLayer(config, self.rotary)
         self.norm = nn.RMSNorm(hidden, config["rms_norm_eps"])
         self.lm_head = nn.Linear(hidden, len(vocab.target_ids), bias=False)
-        width = config["head_dim"]
         self.register_buffer("embed_VH", embed_VH, persistent=False)
         self.register_buffer("target_ids_U", torch.from_numpy(vocab.target_ids), persistent=False)
-        frequency_F = config["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-        self.register_buffer("frequency_F", frequency_F, persistent=False)
 
     def first(self, aux_PA: Tensor, tokens_P: Tensor, layout: Layout) -> tuple[Tensor, Memory]:
         """Step 0: (output [R, H] before the final norm, what later steps attend to).
@@ -107,26 +130,26 @@ class Eagle3(nn.Module):
         `aux_PA[i]` is what the target computed at position i, `tokens_P[i]` the token at i + 1.
         """
         fused_PH = self.fc(aux_PA)
-        x_PX = self._input(fused_PH, tokens_P)
-        attention, turn_2PD = self.midlayer.self_attn, self._turn(layout.position_P)
-        k_PGD = rotate(self._heads(attention.k_proj(x_PX)), turn_2PD)
-        v_PGD = self._heads(attention.v_proj(x_PX))
-        memory = Memory(layout, layout.pad_keys(k_PGD), layout.pad_keys(v_PGD), [], [])
-        fused_RH, x_RX = fused_PH, x_PX
+        word_PY = self._words(tokens_P)
+        q_PND, k_PGD, v_PGD = self._project(fused_PH, word_PY, turns(self.rotary, layout.position_P))
+        memory = Memory(layout, tokens_P, word_PY, layout.pad_keys(k_PGD), layout.pad_keys(v_PGD), [], [])
+        fused_RH, q_RND = fused_PH, q_PND
         if len(layout.query_R) < len(tokens_P):
-            fused_RH, x_RX, turn_2PD = fused_PH[layout.query_R], x_PX[layout.query_R], turn_2PD[:, layout.query_R]
-        q_RND = rotate(self._heads(attention.q_proj(x_RX)), turn_2PD)
+            fused_RH, q_RND = fused_PH[layout.query_R], q_PND[layout.query_R]
         return self._rest(fused_RH, q_RND, memory), memory
 
     def later(self, hidden_RH: Tensor, tokens_R: Tensor, memory: Memory) -> Tensor:
         """The next step of every query row, fed with its own output: the output [R, H] before the final norm."""
-        layout = memory.layout
-        x_RX = self._input(hidden_RH, tokens_R)
-        turn_2RD = self._turn(layout.position_P[layout.query_R] + len(memory.k_RGD) + 1)
-        attention = self.midlayer.self_attn
-        memory.k_RGD.append(rotate(self._heads(attention.k_proj(x_RX)), turn_2RD))
-        memory.v_RGD.append(self._heads(attention.v_proj(x_RX)))
-        q_RND = rotate(self._heads(attention.q_proj(x_RX)), turn_2RD)
+        layout, step = memory.layout, len(memory.k_RGD) + 1
+        ahead_R = (layout.query_R + step).clamp(max=len(memory.tokens_P) - 1)
+        if torch.equal(tokens_R, memory.tokens_P[ahead_R]):
+            word_RY = memory.word_PY[ahead_R]
+        else:
+            word_RY = self._words(tokens_R)
+        turn_2RD = turns(self.rotary, layout.position_P[layout.query_R] + step)
+        q_RND, k_RGD, v_RGD = self._project(hidden_RH, word_RY, turn_2RD)
+        memory.k_RGD.append(k_RGD)
+        memory.v_RGD.append(v_RGD)
         return self._rest(hidden_RH, q_RND, memory)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
@@ -134,29 +157,22 @@ class Eagle3(nn.Module):
         out: Tensor = self.lm_head(self.norm(hidden_RH))
         return out
 
-    def _input(self, hidden_RH: Tensor, tokens_R: Tensor) -> Tensor:
+    def _words(self, tokens_R: Tensor) -> Tensor:
+        """The tokens' half of the attention's projections, [R, Y]: no row's position or features are in it."""
         token_RH = self.midlayer.input_layernorm(self.embed_VH[tokens_R].float())
-        return torch.cat([token_RH, self.midlayer.hidden_norm(hidden_RH.float())], dim=-1)
+        return F.linear(token_RH, self.midlayer.self_attn.weight_YX()[:, : token_RH.shape[1]])
+
+    def _project(self, hidden_RH: Tensor, word_RY: Tensor, turn_2RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [R, N, D], keys and values [R, G, D] of the tokens beside the states."""
+        attention = self.midlayer.self_attn
+        state_RH = self.midlayer.hidden_norm(hidden_RH.float())
+        all_RY = F.linear(state_RH, attention.weight_YX()[:, state_RH.shape[1] :]) + word_RY
+        return attention.split(all_RY, turn_2RD)
 
     def _rest(self, hidden_RH: Tensor, q_RND: Tensor, memory: Memory) -> Tensor:
         seen_RND = attend(q_RND, memory.k_BGSD, memory.v_BGSD, memory.layout, memory.k_RGD, memory.v_RGD)
-        hidden_RH = hidden_RH.float() + self.midlayer.self_attn.o_proj(seen_RND.flatten(1))
+        hidden_RH = hidden_RH.float() + self.midlayer.self_attn.output(seen_RND)
         return hidden_RH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden_RH))
-
-    def _heads(self, x_RX: Tensor) -> Tensor:
-        return x_RX.unflatten(-1, (-1, self.config["head_dim"]))
-
-    def _turn(self, position_R: Tensor) -> Tensor:
-        angle_RF = position_R[:, None] * self.frequency_F
-        angle_RD = torch.cat([angle_RF, angle_RF], dim=-1)
-        return torch.stack([angle_RD.cos(), angle_RD.sin()])
-
-
-def rotate(x_RND: Tensor, turn_2RD: Tensor) -> Tensor:
-    """Rotary embedding of pairs (i, i + D/2), Llama's layout; `turn_2RD` holds each row's cosines, then sines."""
-    low, high = x_RND.chunk(2, dim=-1)
-    swapped_RND = torch.cat([-high, low], dim=-1)
-    return (x_RND * turn_2RD[0, :, None] + swapped_RND * turn_2RD[1, :, None]).to(x_RND.dtype)
 
 
 def check_config(config: dict[str, Any]) -> None:
@@ -164,15 +180,23 @@ def check_config(config: dict[str, Any]) -> None:
     set_keys = [key for key in UNSUPPORTED if config.get(key) or (config.get("eagle_config") or {}).get(key)]
     wanted = {"num_hidden_layers": 1, "hidden_act": "silu", "target_hidden_size": config["hidden_size"]}
     set_keys += [key for key, value in wanted.items() if config.get(key, value) != value]
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
+    if config.get("architectures") not in ([shapes.LLAMA], [shapes.MLA]):
         set_keys.append("architectures")
+    latent = config.get("architectures") == [shapes.MLA]
+    if latent and config.get("rope_interleave", True) is not True:
+        set_keys.append("rope_interleave")
     if set_keys:
         found = ", ".join(f"{key} = {config.get(key)!r}" for key in set_keys)
         raise TrainingError(
-            f"this drafter has {found}, which the trainer does not compute: it trains LlamaForCausalLMEagle3 of one "
-            "layer without extra norms. Convert the drafter, or train a new one."
+            f"this drafter has {found}, which the trainer does not compute: it trains {shapes.LLAMA} and {shapes.MLA} "
+            "of one layer without extra norms. Convert the drafter, or train a new one."
         )
-    if config["num_attention_heads"] % config["num_key_value_heads"]:
+    if latent and config["v_head_dim"] > config["qk_nope_head_dim"] + config["qk_rope_head_dim"]:
+        raise TrainingError(
+            f"v_head_dim {config['v_head_dim']} is more than a key's width (qk_nope_head_dim + qk_rope_head_dim): "
+            "choose one of no more."
+        )
+    if not latent and config["num_attention_heads"] % config["num_key_value_heads"]:
         raise TrainingError(
             f"num_attention_heads {config['num_attention_heads']} is no multiple of num_key_value_heads "
             f"{config['num_key_value_heads']}: choose a divisor."
@@ -191,12 +215,15 @@ def load_drafter(folder: Path, embed_VH: Tensor) -> Eagle3:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+    if shapes.shares_head(read.config):
+        raise TrainingError(f"drafter {folder} shares its target's head and has none to train: train a new one.")
     rows = len(weights["lm_head.weight"])
     d2t = weights.pop("d2t", torch.zeros(rows, dtype=torch.int64)).numpy()
     t2d = weights.pop("t2d", None)
     vocab = DraftVocab.from_tensors(d2t, None if t2d is None else t2d.numpy(), len(embed_VH))
-    config = {"rope_theta": (read.config.get("rope_parameters") or {}).get("rope_theta", 10000.0)} | read.config
-    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config = dict(read.config)
+    if read.architecture == shapes.LLAMA:
+        config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     model = Eagle3(config, vocab, embed_VH)
     weights.pop("embed_tokens.weight", None)  # SGLang puts the target's in its place
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}

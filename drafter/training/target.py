@@ -1,4 +1,4 @@
-"""What training needs of a target: its embedding, lm_head, final norm and rotary base, read straight from its folder.
+"""What training needs of a target: its config, embedding, lm_head and final norm, read straight from its folder.
 
 No model is built. V target vocabulary, H hidden, M rows.
 """
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drafter.training.device import bf16_is_fast
 from drafter.training.errors import TrainingError
 
 CANDIDATES = 8
@@ -30,13 +31,6 @@ class Target:
     embed_VH: Tensor
     head_VH: Tensor
     norm_H: Tensor
-
-    @property
-    def rope_theta(self) -> float:
-        """The rotary base, from either place that config.json keeps it in."""
-        return float(
-            self.config.get("rope_theta") or (self.config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-        )
 
 
 def load_target(folder: Path) -> Target:
@@ -75,11 +69,12 @@ def load_target(folder: Path) -> Target:
 def best_tokens(final_MH: Tensor, head_VH: Tensor) -> Tensor:
     """The target's greedy choice after each position, int64 [M]: argmax over the whole vocabulary.
 
-    `final_MH` is after the final norm. Where both are bf16 the product is too, which makes ties of near logits; the
-    best few are then compared again in fp32.
+    `final_MH` is after the final norm. Where both are bf16 and the processor is quick at it the product is too, which
+    makes ties of near logits; the best few are then compared again in fp32.
     """
     rows = max(1, CHUNK_ELEMENTS // len(head_VH))
-    if final_MH.dtype != torch.bfloat16 or head_VH.dtype != torch.bfloat16:
+    half = final_MH.dtype == head_VH.dtype == torch.bfloat16
+    if not half or not bf16_is_fast(final_MH.device):
         head_VH = head_VH.float()
         return torch.cat([F.linear(part.float(), head_VH).max(-1).indices for part in final_MH.split(rows)])
     best: list[Tensor] = []

@@ -15,27 +15,15 @@ from drafter.data.shards import ShardError, open_shards
 from drafter.training.cli import add_evaluate, add_train
 from drafter.training.documents import Documents, split_fraction
 from drafter.training.errors import TrainingError
-from drafter.training.initial import Shape, drafter_config, fit_fc, new_drafter
+from drafter.training.initial import fit_fc, new_drafter
 from drafter.training.model import load_drafter
+from drafter.training.shape import Shape, drafter_config
 from drafter.training.target import load_target
 from drafter.training.train import Options, Run
 from tests.drafter.training.shard_folder import write_shards
 from tests.tiny.eagle import load
 
 SMALL = {"batch_tokens": 200, "ttt_steps": 2, "warmup": 5, "eval_every": 4, "eval_documents": 8, "bf16": False}
-
-
-@pytest.fixture
-def shards(tmp_path, llama, spoken):
-    return write_shards(tmp_path / "shards", spoken, llama)
-
-
-@pytest.fixture
-def vocab_file(tmp_path, llama):
-    folder = llama.drafters["mha_perfect"]
-    file = tmp_path / "vocab.safetensors"
-    load_drafter(folder, load_target(llama.target).embed_VH).vocab.save(file)
-    return file
 
 
 def new_run(llama, shards, out, vocab_file, **changes) -> Run:
