@@ -60,7 +60,7 @@ def check_vocab(vocab: DraftVocab, parent: Path, wanted: Path, target: Path) -> 
     if vocab.hash != other.hash:
         shared = int(np.isin(vocab.target_ids, other.target_ids).sum())
         words = ["python", "-m", "drafter", "remap", parent, "--vocab", wanted, "--verifier", target]
-        command = shlex.join([*map(str, words), "--out", f"{str(parent).rstrip('/')}-remapped"])
+        command = shlex.join([*map(str, words), "--init", "scaled", "--out", f"{str(parent).rstrip('/')}-remapped"])
         raise TrainingError(
             f"drafter {parent} has the vocabulary {vocab.hash[:16]} ({len(vocab):,} tokens), {wanted} is "
             f"{other.hash[:16]} ({len(other):,}, of which it has {shared:,}): trained so, every row of lm_head would "
