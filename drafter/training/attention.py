@@ -1,8 +1,8 @@
 """Attention of training-time test: every row sees the first step's rows up to its own, then its own chain alone.
 
 Both parts share one softmax. The first part is torch's flash attention; the few scores of the chain are merged into its
-log-sum-exp, forwards and backwards, so that no [Q, S + J Q] matrix exists. Shapes as in model.py. CPU only: the two
-flash operators are torch's for CPU.
+log-sum-exp, forwards and backwards, so that no [Q, S + J Q] matrix exists. Shapes as in model.py. On a CPU the first
+part is torch's flash operator, elsewhere it is written out here, a document at a time, to the same result.
 """
 
 from __future__ import annotations
@@ -35,23 +35,26 @@ class Layout:
     @classmethod
     def of(cls, rows: list[int], query_P: Tensor) -> Layout:
         """For documents of so many rows each; `query_P` (bool) marks the rows that are drafted from."""
-        rows_B = torch.tensor(rows)
-        document_P = torch.arange(len(rows)).repeat_interleave(rows_B)
-        position_P = torch.arange(int(rows_B.sum())) - (rows_B.cumsum(0) - rows_B)[document_P]
+        device = query_P.device
+        rows_B = torch.tensor(rows, device=device)
+        document_P = torch.arange(len(rows), device=device).repeat_interleave(rows_B)
+        position_P = torch.arange(sum(rows), device=device) - (rows_B.cumsum(0) - rows_B)[document_P]
         query_R = query_P.nonzero()[:, 0]
         assert len(query_R), "nothing to attend from"  # the flash operator divides by the number of queries
         document_R = document_P[query_R]
         queries_B = torch.bincount(document_R, minlength=len(rows))
-        order_R = torch.arange(len(query_R)) - (queries_B.cumsum(0) - queries_B)[document_R]
+        order_R = torch.arange(len(query_R), device=device) - (queries_B.cumsum(0) - queries_B)[document_R]
         keys, queries = int(rows_B.max()), int(queries_B.max())
-        last_BQ = torch.zeros(len(rows), queries, dtype=torch.int64)  # padding looks at the first key, so no NaN
+        last_BQ = torch.zeros(
+            len(rows), queries, dtype=torch.int64, device=device
+        )  # padding looks at the first key, so no NaN
         last_BQ[document_R, order_R] = position_P[query_R]
         return cls(
             key_slot_P=document_P * keys + position_P,
             query_slot_R=document_R * queries + order_R,
             query_R=query_R,
             position_P=position_P,
-            unseen_BQS=torch.arange(keys) > last_BQ[..., None],
+            unseen_BQS=torch.arange(keys, device=device) > last_BQ[..., None],
             documents=len(rows),
             keys=keys,
             queries=queries,
@@ -89,9 +92,12 @@ class _Attend(torch.autograd.Function):
         q_BNQD = layout.pad_queries(q)
         bias = q.new_zeros(layout.unseen_BQS.shape).masked_fill(layout.unseen_BQS, -torch.inf)[:, None]
         bias = bias.expand(-1, q.shape[1], -1, -1)
-        out_BNQD, lse_BNQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNQD, k, v, 0.0, False, attn_mask=bias, scale=scale
-        )
+        if has_operator(q):
+            out_BNQD, lse_BNQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_BNQD, k, v, 0.0, False, attn_mask=bias, scale=scale
+            )
+        else:
+            out_BNQD, lse_BNQ = written_out(q_BNQD, k, v, bias, scale)
         out_RND, lse_RN1 = layout.unpad_queries(out_BNQD), layout.unpad_queries(lse_BNQ[..., None])
         own_k, own_v = chain[: len(chain) // 2], chain[len(chain) // 2 :]
         chances: list[Tensor] = []
@@ -114,18 +120,20 @@ class _Attend(torch.autograd.Function):
         chances, own_k, own_v = rest[:steps], rest[steps : 2 * steps], rest[2 * steps :]
         layout, scale = ctx.layout, ctx.scale
         d_out = gradients[0].contiguous()
-        dq_BNQD, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        padded = (
             layout.pad_queries(d_out),
             layout.pad_queries(q),
             k,
             v,
             layout.pad_queries(out_RND),
             layout.pad_queries(lse_RN1)[..., 0].contiguous(),
-            0.0,
-            False,
-            attn_mask=bias,
-            scale=scale,
         )
+        if has_operator(q):
+            dq_BNQD, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *padded, 0.0, False, attn_mask=bias, scale=scale
+            )
+        else:
+            dq_BNQD, dk, dv = written_out_backward(*padded, bias, scale)
         if not steps:
             return layout.unpad_queries(dq_BNQD), dk, dv, None
         dq = layout.unpad_queries(dq_BNQD).float()
@@ -137,6 +145,35 @@ class _Attend(torch.autograd.Function):
             d_own_k.append((d_score_RN1 * q).to(q.dtype))
             d_own_v.append((chance_RN1 * d_out).to(q.dtype))
         return dq.to(q.dtype), dk, dv, None, *d_own_k, *d_own_v
+
+
+def has_operator(x: Tensor) -> bool:
+    """Whether torch's flash operators with a log-sum-exp and a mask work where `x` is."""
+    return x.device.type == "cpu"
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention [B, N, Q, D] in q's type and its log-sum-exp [B, N, Q] in fp32; one document's scores at a time."""
+    outs, sums = [], []
+    for q_NQD, k_NSD, v_NSD, bias_NQS in zip(q, k, v, bias, strict=True):
+        score_NQS = (q_NQD @ k_NSD.mT).float() * scale + bias_NQS
+        sums.append(score_NQS.logsumexp(-1))
+        outs.append(score_NQS.sub_(sums[-1][..., None]).exp_().to(v.dtype) @ v_NSD)
+    return torch.stack(outs), torch.stack(sums)
+
+
+def written_out_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from what the forward gave, or from an output and a log-sum-exp that more keys share."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for d_NQD, q_NQD, k_NSD, v_NSD, out_NQD, lse_NQ, bias_NQS in zip(d_out, q, k, v, out, lse, bias, strict=True):
+        chance_NQS = ((q_NQD @ k_NSD.mT).float() * scale + bias_NQS - lse_NQ[..., None]).exp()
+        delta_NQ1 = (d_NQD.float() * out_NQD).sum(-1, keepdim=True)
+        d_score_NQS = (chance_NQS * ((d_NQD @ v_NSD.mT).float() - delta_NQ1) * scale).to(q.dtype)
+        found.append((d_score_NQS @ k_NSD, d_score_NQS.mT @ q_NQD, chance_NQS.to(v.dtype).mT @ d_NQD))
+    dq, dk, dv = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return dq, dk, dv
 
 
 def attend(

@@ -59,15 +59,21 @@ class Batch:
     def last_T(self) -> Tensor:
         """For each token the packed index of its document's last generated token; -1 where there is none."""
         ends = np.cumsum(self.lengths)
+        generated_T = self.generated_T.cpu()
         last = []
         for start, end in zip(ends - self.lengths, ends, strict=True):
-            found = self.generated_T[start:end].nonzero()
+            found = generated_T[start:end].nonzero()
             last.append(int(start + found[-1, 0]) if len(found) else -1)
-        return torch.tensor(last).repeat_interleave(torch.tensor(self.lengths))
+        return torch.tensor(last).repeat_interleave(torch.tensor(self.lengths)).to(self.generated_T.device)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        on = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor) and name != "last_T"}
+        return Batch(**on, lengths=self.lengths)
 
     def shift(self, k: int) -> Shift:
         """Every row at step k."""
-        here_T = torch.arange(len(self.tokens_T))
+        here_T = torch.arange(len(self.tokens_T), device=self.tokens_T.device)
         predicted_T = here_T + 2 + k
         inside_T = predicted_T <= self.last_T
         count_T = self.generated_T.long().cumsum(0)

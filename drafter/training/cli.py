@@ -18,11 +18,15 @@ A run is a folder (--out): log.jsonl, checkpoint.safetensors, and in the end dra
 command goes on where a run was stopped. Held-out documents are chosen by a hash of their prompt; metrics are
 loss_k, full_acc_k and cond_acc_k for each draft step k, over positions (evaluate walks as an engine does, and is what
 to compare with serving). With --steps or --epochs a run that was stopped and resumed gives the same weights, bit for
-bit; with --minutes the clock decides.
+bit; with --minutes the clock decides. Ctrl-C and SIGTERM end the step, write the checkpoint and exit.
+
+Under torchrun the same command trains on every process together (FSDP2): each takes its part of every batch, so the
+losses stay what they were. --out must be a folder that all of them see.
 """
 TRAIN_EXAMPLES = """examples:
   python -m drafter train --shards shards --target models/smollm2 --vocab vocab.safetensors --out runs/a --minutes 30
   python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1
+  torchrun --nproc-per-node 8 -m drafter train --device cuda --batch-tokens 16384 --shards shards --target models/k2 ...
 """
 EVALUATE = """Predict what an engine would accept: walk greedy answers, the drafter's own guesses fed back.
 
@@ -137,6 +141,21 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     how.add_argument(
         "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
     )
+    how.add_argument(
+        "--accumulate",
+        type=whole(),
+        default=1,
+        metavar="N",
+        help="take a rank's part of a batch in N pieces, for less memory (1)",
+    )
+    how.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute (cpu)")
+    how.add_argument(
+        "--memory-cap",
+        type=number(above=True),
+        metavar="GB",
+        help="refuse a run that would take more on a rank (default: what is free)",
+    )
+    how.add_argument("--tensorboard", type=Path, metavar="DIR", help="write the curves for TensorBoard too")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="order of documents and first weights (0)")
     precision = how.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", help="products in bf16, weights in fp32")
@@ -168,22 +187,26 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Train, and export the best evaluation. Raises ValueError with a sentence for what a person must change."""
     from drafter.checkpoint.folder import open_folder
     from drafter.checkpoint.manifest import Manifest
+    from drafter.checkpoint.preflight import read_folder
     from drafter.checkpoint.vocab import DraftVocab
     from drafter.data.shards import join_shards, open_shards
     from drafter.training.compatible import check_drafter, check_shards, differences
     from drafter.training.device import bf16_is_fast
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
+    from drafter.training.estimate import estimate
     from drafter.training.export import export, origin
     from drafter.training.finetune import check_before, check_teacher, check_vocab
     from drafter.training.initial import fit_fc, has_own_head, new_drafter
     from drafter.training.model import load_drafter
+    from drafter.training.ranks import join_ranks, leave_ranks
     from drafter.training.shape import Shape, drafter_config
     from drafter.training.target import load_target
-    from drafter.training.train import Options, Run, check_warm_start, say
+    from drafter.training.train import Options, Run, check_warm_start
 
     torch = _torch(arguments)
     a = arguments
+    ranks = join_ranks(torch.device(a.device))
     folder: Path = a.out / "drafter"
     if folder.exists():
         raise TrainingError(f"{a.out} holds a finished run, {folder}: name another --out.")
@@ -194,9 +217,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     parent = open_folder(a.parent) if a.parent else None
     if a.parent:
         check_drafter(a.parent, shards)
-        model = load_drafter(a.parent, target.embed_VH)
-        if a.vocab:
-            check_vocab(model.vocab, a.parent, a.vocab, a.target)
+        config = read_folder(a.parent).config
     else:
         vocab = DraftVocab.load(a.vocab)
         if vocab.target_vocab_size != len(target.embed_VH):
@@ -204,20 +225,34 @@ def run_train(arguments: argparse.Namespace) -> int:
                 f"{a.vocab} is over a target vocabulary of {vocab.target_vocab_size:,}, {a.target} has "
                 f"{len(target.embed_VH):,}: build it for this target."
             )
-        model = new_drafter(drafter_config(target, shards.manifest["layer_ids"], vocab, shape), vocab, target, a.seed)
-    documents = Documents(shards, target, a.held_share, a.max_length, a.out)
+        config = drafter_config(target, shards.manifest["layer_ids"], vocab, shape)
+    defaults = FINETUNE if a.parent else SCRATCH
+    bf16 = a.bf16 or (not a.fp32 and bf16_is_fast(ranks.device))
+    sizes = {key: getattr(a, key) for key in ("batch_tokens", "max_length", "accumulate")}
+    needs = estimate(config, shards, ranks, bf16=bf16, ttt_steps=a.ttt_steps or defaults.ttt_steps, **sizes)
+    needs.check(ranks, a.memory_cap, a.out)
+    ranks.say(needs.sentence())
+    if a.parent:
+        model = load_drafter(a.parent, target.embed_VH)
+        if a.vocab:
+            check_vocab(model.vocab, a.parent, a.vocab, a.target)
+    else:
+        model = new_drafter(config, vocab, target, a.seed)
+    with ranks.first():  # it labels the documents, the others read its labels
+        documents = Documents(shards, target, a.held_share, a.max_length, a.out, ranks.device)
     fresh = not (a.out / "checkpoint.safetensors").exists()
     checked = None
     if fresh:
         check_teacher(documents, target)
     if fresh and parent:
         for line in differences(model.config, target):
-            say(f"{a.parent} keeps its own {line}")
+            ranks.say(f"{a.parent} keeps its own {line}")
         checked = check_before(parent, model, documents, shards, target, a.probe, a.remapped_from)
-        say(checked.sentence())
+        ranks.say(checked.sentence())
     if fresh and not a.parent:
-        say(f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents")
-    defaults = FINETUNE if a.parent else SCRATCH
+        ranks.say(
+            f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents"
+        )
     options = Options(
         steps=a.steps,
         epochs=a.epochs,
@@ -228,11 +263,12 @@ def run_train(arguments: argparse.Namespace) -> int:
         weight_decay=a.weight_decay,
         decay=a.decay,
         user_weight=a.user_weight,
-        bf16=a.bf16 or (not a.fp32 and bf16_is_fast()),
+        bf16=bf16,
         seed=a.seed,
         eval_every=a.eval_every,
         eval_documents=a.eval_documents,
         patience=a.patience,
+        accumulate=a.accumulate,
         checkpoint_minutes=a.checkpoint_minutes,
         **defaults.options(model.config["hidden_size"], has_own_head(model, target), vars(a)),
     )
@@ -245,11 +281,14 @@ def run_train(arguments: argparse.Namespace) -> int:
         "held_share": a.held_share,
         "max_length": a.max_length,
     }
-    run = Run(model, documents, target, options, a.out, identity)
+    run = Run(model, documents, target, options, a.out, identity, ranks, a.tensorboard)
     first = run.start()
     if a.parent and fresh:
         check_warm_start(first, a.parent, a.force)
     run.train()
+    leave_ranks()
+    if not ranks.leads:
+        return 0
 
     best = {"accept_len_positions": run.progress.best, "step": run.progress.best_step}
     training = {

@@ -32,9 +32,19 @@ class Documents:
     or cut away) is left out and counted in `left_out`.
     """
 
-    def __init__(self, shards: ShardFolder, target: Target, held_share: float, max_length: int, cache: Path) -> None:
+    def __init__(
+        self,
+        shards: ShardFolder,
+        target: Target,
+        held_share: float,
+        max_length: int,
+        cache: Path,
+        device: torch.device | None = None,
+    ) -> None:
         """Reads every document once, or the labels that an earlier run left in the folder `cache`.
 
+        Hidden states are read by document, when they are asked for, through a memory map. `device`: where the labels
+        are made (default: the CPU).
         Raises TrainingError naming the document: no generated token, or a hidden state that is not finite; and where
         the split leaves either side empty.
         """
@@ -42,7 +52,7 @@ class Documents:
         self.max_length = max_length
         lengths = [len(shards.document(index).input_ids) for index in range(len(shards))]
         self._start = np.cumsum([0, *lengths])
-        self._best = self._label(target, cache)
+        self._best = self._label(target, cache, device or torch.device("cpu"))
         self.train: list[int] = []
         self.held: list[int] = []
         self.left_out = 0
@@ -64,21 +74,20 @@ class Documents:
                 f"out and {self.left_out} too short to use: capture more, or change the held-out share {held_share}."
             )
 
-    def _label(self, target: Target, cache: Path) -> np.ndarray:
+    def _label(self, target: Target, cache: Path, device: torch.device) -> np.ndarray:
         """The target's greedy choice after every position of every document, int32 [all tokens]."""
         key = hashlib.sha256(self.shards.data_hash.encode() + target.head_VH.view(torch.uint8).numpy().tobytes())
         file = cache / f"teacher-{key.hexdigest()[:12]}.npy"
         if file.exists():
-            found: np.ndarray = np.load(file)
+            found: np.ndarray = np.load(file, mmap_mode="r")
             if len(found) == self._start[-1]:
                 return found
-        best = np.empty(self._start[-1], np.int32)
+        best, head_VH = np.empty(self._start[-1], np.int32), target.head_VH.to(device)
         for index in tqdm(range(len(self.shards)), "reading the target's choices", disable=None, unit="document"):
             document = self.shards.document(index)
             check_document(document, self.shards.path)
-            best[self._start[index] : self._start[index + 1]] = best_tokens(
-                to_torch(document.final_hidden), target.head_VH
-            ).numpy()
+            final_TH = to_torch(document.final_hidden).to(device)
+            best[self._start[index] : self._start[index + 1]] = best_tokens(final_TH, head_VH).cpu().numpy()
         cache.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".tmp")
         with beside.open("wb") as stream:
@@ -94,21 +103,22 @@ class Documents:
         """Tokens of one document, after the cut."""
         return min(int(self._start[index + 1] - self._start[index]), self.max_length)
 
-    def batch(self, indices: list[int]) -> Batch:
-        """These documents, packed."""
+    def batch(self, indices: list[int], hidden: bool = True) -> Batch:
+        """These documents, packed; without `hidden` no hidden state is read, and they have no width."""
         cut, best = [], []
+        width = None if hidden else 0
         for index in indices:
             whole, length = self.shards.document(index), self.length(index)
             cut.append(
                 Document(
                     input_ids=whole.input_ids[:length],
                     loss_mask=whole.loss_mask[:length],
-                    aux_hidden=whole.aux_hidden[:length],
-                    final_hidden=whole.final_hidden[:length],
+                    aux_hidden=whole.aux_hidden[:length, :width],
+                    final_hidden=whole.final_hidden[:length, :width],
                     name=whole.name,
                 )
             )
-            best.append(torch.from_numpy(self._best[self._start[index] :][:length]).long())
+            best.append(torch.from_numpy(self._best[self._start[index] :][:length].astype(np.int64)))
         return Batch.of(cut, best)
 
     def epoch(self, indices: list[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:

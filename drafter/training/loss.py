@@ -6,14 +6,14 @@ batch.py draws which row predicts what. Logits exist for a chunk of rows at a ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from drafter.training.batch import Batch
+from drafter.training.batch import Batch, Shift
 from drafter.training.model import Eagle3
 
 CHUNK_ELEMENTS = 1024 * 1024  # logits held at once: they stay in the cache
@@ -34,6 +34,11 @@ class Counts:
     right: Tensor
     reached: Tensor
     oov: Tensor
+
+    @classmethod
+    def none(cls, steps: int) -> Counts:
+        """Of no rows."""
+        return cls(*torch.zeros(len(fields(cls)), steps, dtype=torch.float64))
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -73,7 +78,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         d_x = torch.empty_like(x_MH) if x_MH.requires_grad else None
         d_head = torch.zeros_like(head_UH, dtype=torch.float32) if head_UH.requires_grad else None
-        loss, guesses = torch.zeros(()), []
+        loss, guesses = torch.zeros((), device=x_MH.device), []
         rows = max(1, CHUNK_ELEMENTS // len(head_UH))
         for start in range(0, len(x_MH), rows):
             part = slice(start, start + rows)
@@ -104,6 +109,29 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return None if d_x is None else d_x * scale, None if d_head is None else d_head * scale, None, None, None
 
 
+class Lesson(nn.Module):
+    """`ttt_loss` as a module over a drafter, which FSDP gathers for it."""
+
+    def __init__(self, model: Eagle3) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, teacher_UH: Tensor, steps: int, decay: float, **how: Any) -> tuple[Tensor, Counts]:
+        return ttt_loss(self.model, batch, teacher_UH, steps, decay, **how)
+
+
+def row_weights(batch: Batch, shift: Shift, known_V: Tensor, user_weight: float) -> Tensor:
+    """Weight of every row's loss at one step, fp32 [T]; `known_V` marks the draft vocabulary."""
+    known_T = known_V[batch.best_T[shift.label_T]]
+    return torch.where(shift.valid_T, 1.0, user_weight * shift.inside_T.float()) * known_T
+
+
+def total_weights(batch: Batch, known_V: Tensor, steps: int, user_weight: float) -> Tensor:
+    """Sum of the rows' weights at each step, float64 [K]. The batch needs no hidden states for this."""
+    each = [row_weights(batch, batch.shift(k), known_V, user_weight).sum() for k in range(steps)]
+    return torch.stack(each).double()
+
+
 def ttt_loss(
     model: Eagle3,
     batch: Batch,
@@ -112,27 +140,32 @@ def ttt_loss(
     decay: float,
     user_weight: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    totals: Tensor | None = None,
 ) -> tuple[Tensor, Counts]:
     """(loss, counts) of `steps` draft steps; loss = sum_k decay^k loss_k / sum_k decay^k.
 
     `teacher_UH`: the target's lm_head rows of the draft ids. loss_k is the weighted mean cross-entropy over rows: 1 for
     rows that count, `user_weight` for the others before the end of the last answer, 0 where the target's greedy choice
-    is outside the draft vocabulary. Products are taken in `dtype`, sums and softmax in fp32.
+    is outside the draft vocabulary. Products are taken in `dtype`, sums and softmax in fp32. Where the batch is a part
+    of a step's, `totals` are the weights of all its parts: their losses and gradients then add up to the step's.
     """
     shifts = [batch.shift(k) for k in range(steps)]
     query_T = shifts[0].inside_T if user_weight else shifts[0].valid_T
     layout = batch.layout(query_T)
-    known_V = torch.from_numpy(model.vocab.t2d)
+    known_V = torch.from_numpy(model.vocab.t2d).to(query_T.device)
     teacher_JU, slot_T = _teacher(
-        batch, [shift.label_T[shift.inside_T & query_T] for shift in shifts], teacher_UH, dtype
+        batch,
+        [shift.label_T[shift.inside_T & query_T & known_V[batch.best_T[shift.label_T]]] for shift in shifts],
+        teacher_UH,
+        dtype,
     )
     head_UH = model.lm_head.weight.to(dtype)
 
-    right_R = torch.ones(len(layout.query_R), dtype=torch.bool)
+    right_R = torch.ones_like(layout.query_R, dtype=torch.bool)
     losses: list[Tensor] = []
     columns: list[list[float]] = []
     for k, shift in enumerate(shifts):
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        with torch.autocast(query_T.device.type, dtype, enabled=dtype != torch.float32):
             if k == 0:
                 hidden_RH, memory = model.first(batch.aux_TA.to(dtype), shift.token_T, layout)
             else:
@@ -140,36 +173,37 @@ def ttt_loss(
         label_R, valid_R = shift.label_T[layout.query_R], shift.valid_T[layout.query_R]
         best_R = batch.best_T[label_R]
         known_R = known_V[best_R]
-        weight_R = torch.where(valid_R, 1.0, user_weight * shift.inside_T[layout.query_R].float()) * known_R
+        weight_R = row_weights(batch, shift, known_V, user_weight)[layout.query_R]
         scored_R = weight_R > 0
         weight_M, weight = weight_R[scored_R], float(weight_R.sum())
+        total = weight if totals is None else float(totals[k])
         loss, guess_M = _SoftCrossEntropy.apply(
             model.norm(hidden_RH[scored_R]).to(dtype),
             head_UH,
             teacher_JU,
             slot_T[label_R[scored_R]],
-            weight_M / max(weight, 1e-9),
+            weight_M / max(total, 1e-9),
         )
         losses.append(loss)
         reached_R = right_R & valid_R
         right_R = right_R & known_R
         right_R[scored_R] &= model.target_ids_U[guess_M] == best_R[scored_R]
         counted = (valid_R, right_R & valid_R, reached_R, valid_R & ~known_R)
-        columns.append([float(loss.detach()) * weight, weight, *(float(rows.sum()) for rows in counted)])
+        columns.append([float(loss.detach()) * total, weight, *(float(rows.sum()) for rows in counted)])
     decays = [decay**k for k in range(steps)]
-    total = torch.stack([each * share for each, share in zip(losses, decays, strict=True)]).sum() / sum(decays)
-    return total, Counts(*torch.tensor(columns, dtype=torch.float64).T)
+    mean = torch.stack([each * share for each, share in zip(losses, decays, strict=True)]).sum() / sum(decays)
+    return mean, Counts(*torch.tensor(columns, dtype=torch.float64).T)
 
 
 def _teacher(batch: Batch, labels: list[Tensor], teacher_UH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The target's distribution over the draft vocabulary at the positions in `labels`: [J, U], and their places."""
-    used_T = torch.zeros(len(batch.tokens_T), dtype=torch.bool)
+    used_T = torch.zeros_like(batch.generated_T)
     for label_M in labels:
         used_T[label_M] = True
     final_JH = batch.final_TH[used_T].to(dtype)
     teacher_UH = teacher_UH.to(dtype)
     rows = max(1, CHUNK_ELEMENTS // len(teacher_UH))
-    teacher_JU = torch.empty(len(final_JH), len(teacher_UH))
+    teacher_JU = final_JH.new_empty(len(final_JH), len(teacher_UH), dtype=torch.float32)
     for start in range(0, len(final_JH), rows):
         part = slice(start, start + rows)
         torch.softmax(F.linear(final_JH[part], teacher_UH).float(), -1, out=teacher_JU[part])

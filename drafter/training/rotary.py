@@ -61,7 +61,7 @@ def rotary_of(config: dict[str, Any]) -> Rotary:
 
 def turns(rotary: Rotary, position_R: Tensor) -> Tensor:
     """Cosines, then sines, of each row's angles, [2, R, D]; those of pair f lie at f and at f + F."""
-    angle_RF = position_R[:, None] * rotary.frequency_F
+    angle_RF = position_R[:, None] * rotary.frequency_F.to(position_R.device)
     angle_RD = torch.cat([angle_RF, angle_RF], dim=-1)
     return torch.stack([angle_RD.cos(), angle_RD.sin()]) * rotary.magnitude
 

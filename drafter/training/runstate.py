@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafter.training.errors import TrainingError
+from drafter.training.ranks import like, whole
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Progress:
     best: float = 0.0
     best_step: int = 0
     evaluations_since_best: int = 0
+    evaluated: int = -1  # the step of the last evaluation
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -56,14 +58,20 @@ def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def save_run(
-    file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, identity: dict[str, Any]
+    file: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    identity: dict[str, Any],
+    write: bool = True,
 ) -> None:
-    """`identity` is what must be the same for the run to go on."""
-    tensors = dict(model.named_parameters())
+    """`identity` is what must be the same for the run to go on. Of shards all ranks call this, one to `write`."""
+    tensors = {name: whole(parameter) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"adamw.{key}.{name}"] = value
-    save_tensors(file, tensors, {"progress": asdict(progress), "identity": identity})
+            tensors[f"adamw.{key}.{name}"] = whole(value)
+    if write:
+        save_tensors(file, tensors, {"progress": asdict(progress), "identity": identity})
 
 
 def load_run(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> Progress:
@@ -77,9 +85,13 @@ def load_run(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ide
             )
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            parameter.copy_(tensors[name])
+            parameter.copy_(like(tensors[name], parameter))
         names = {key: f"adamw.{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq")}
-        state = {key: tensors[full] for key, full in names.items() if full in tensors}
+        state = {
+            key: tensors[full].to(parameter.device) if key == "step" else like(tensors[full], parameter)
+            for key, full in names.items()
+            if full in tensors
+        }
         if state:
             optimizer.state[parameter] = state
     return Progress(**facts["progress"])

@@ -74,7 +74,7 @@ def best_tokens(final_MH: Tensor, head_VH: Tensor) -> Tensor:
     """
     rows = max(1, CHUNK_ELEMENTS // len(head_VH))
     half = final_MH.dtype == head_VH.dtype == torch.bfloat16
-    if not half or not bf16_is_fast():
+    if not half or not bf16_is_fast(final_MH.device):
         head_VH = head_VH.float()
         return torch.cat([F.linear(part.float(), head_VH).max(-1).indices for part in final_MH.split(rows)])
     best: list[Tensor] = []

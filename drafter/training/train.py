@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import sys
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
+from drafter.training.curves import Curves
 from drafter.training.documents import Documents
 from drafter.training.errors import TrainingError
-from drafter.training.loss import Counts, ttt_loss
+from drafter.training.loss import Counts, Lesson, total_weights
 from drafter.training.model import Eagle3
+from drafter.training.ranks import Ranks, whole
 from drafter.training.runstate import Progress, load_run, load_tensors, save_run, save_tensors
 from drafter.training.target import Target
 
@@ -37,6 +43,7 @@ class Options:
     to `min_lr` of itself after `warmup`: steps, or below 1 a share of the run. user_weight: weight of tokens that were
     not generated in the loss. head_from: share of the run after which lm_head learns too, at `head_lr` of the rate (0
     always, 1 never). patience: evaluations without a better accept_len_positions before the run stops (0: never).
+    accumulate: pieces that each rank takes its part of a batch in, one after another, for as much less memory.
     """
 
     steps: int | None = None
@@ -59,6 +66,7 @@ class Options:
     eval_every: int = 100
     eval_documents: int = 48
     patience: int = 0
+    accumulate: int = 1
     checkpoint_minutes: float = 5.0
 
     def __post_init__(self) -> None:
@@ -80,16 +88,32 @@ class Options:
 
 
 class Run:
-    """One training run in `out`. `identity` says what data, target and vocabulary it has, beside its options."""
+    """One training run in `out`. `identity` says what data, target and vocabulary it has, beside its options.
+
+    Every rank makes the same run and calls the same methods; the first of them writes the files.
+    """
 
     def __init__(
-        self, model: Eagle3, documents: Documents, target: Target, options: Options, out: Path, identity: dict[str, Any]
+        self,
+        model: Eagle3,
+        documents: Documents,
+        target: Target,
+        options: Options,
+        out: Path,
+        identity: dict[str, Any],
+        ranks: Ranks | None = None,
+        tensorboard: Path | None = None,
     ) -> None:
         self.model, self.documents, self.options, self.out = model, documents, options, out
-        self.teacher_UH = target.head_VH[model.target_ids_U]
+        self.ranks = ranks or Ranks(torch.device("cpu"))
+        self.teacher_UH = target.head_VH[model.target_ids_U].to(self.ranks.device)
+        self._known_V = torch.from_numpy(model.vocab.t2d)
         self.dtype = torch.bfloat16 if options.bf16 else torch.float32
         if not options.bf16:
             self.teacher_UH = self.teacher_UH.float()
+        # FSDP fixes what has a gradient when it shards: of a head that learns later it is thrown away until then
+        model.lm_head.weight.requires_grad_(options.head_from < 1)
+        self._lesson = self.ranks.shard(Lesson(model))
         head = model.lm_head.weight
         body = [parameter for parameter in model.parameters() if parameter is not head]
         self.optimizer = torch.optim.AdamW(
@@ -108,23 +132,29 @@ class Run:
         self._planned = -1  # the epoch that _batches are of
         self._batches: list[list[int]] = []
         self._checkpoint = out / "checkpoint.safetensors"
+        self._curves = Curves(tensorboard) if tensorboard and self.ranks.leads else None
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of all draft steps on the held-out documents, answers alone."""
-        counts: Counts | None = None
+        steps = self.options.ttt_steps
+        counts = Counts.none(steps)
         with torch.no_grad():
             for batch in self.documents.epoch(self.held, 2 * self.options.batch_tokens, 0, 0):
-                _, each = ttt_loss(
-                    self.model,
-                    self.documents.batch(batch),
-                    self.teacher_UH,
-                    self.options.ttt_steps,
-                    self.options.decay,
-                    dtype=self.dtype,
-                )
-                counts = each if counts is None else counts + each
-        assert counts is not None
-        return counts.rates(self.options.decay)
+                for part in self.ranks.parts(batch, self.documents.length, 1):
+                    counts += self._loss(part, steps)[1]
+        if isinstance(self._lesson, FSDPModule):
+            self._lesson.reshard()
+        return self._over_ranks(counts).rates(self.options.decay)
+
+    def _loss(self, part: list[int], steps: int, **how: Any) -> tuple[Tensor, Counts]:
+        """Loss and counts of these documents. Of none, what any other documents add when they do not count: FSDP's
+        ranks must compute together."""
+        batch = self.documents.batch(part or self.held[:1]).to(self.ranks.device)
+        loss, counts = self._lesson(batch, self.teacher_UH, steps, self.options.decay, dtype=self.dtype, **how)
+        return (loss, counts) if part else (loss * 0, Counts.none(steps))
+
+    def _over_ranks(self, counts: Counts) -> Counts:
+        return Counts(*self.ranks.sum(torch.stack(list(vars(counts).values()))))
 
     def start(self) -> dict[str, float]:
         """Evaluate before the first step, or take up the run that `out` holds; returns the metrics at this point."""
@@ -132,9 +162,11 @@ class Run:
         begun = time.monotonic()
         if self._checkpoint.exists():
             self.progress = load_run(self._checkpoint, self.model, self.optimizer, self.identity)
-            self._cut_log()
+            if self.ranks.leads:
+                self._cut_log()
             return self.evaluate()
-        (self.out / "log.jsonl").unlink(missing_ok=True)
+        if self.ranks.leads:
+            (self.out / "log.jsonl").unlink(missing_ok=True)
         metrics = self.evaluate()
         self._log_evaluation(metrics)
         self._say_estimate((time.monotonic() - begun) / self.documents.tokens(self.held))
@@ -156,42 +188,47 @@ class Run:
     def train(self, stop_after: int | None = None) -> None:
         """Train until the budget is spent, or patience is; `stop_after` leaves off at that step, checkpoint written.
 
-        On Ctrl-C the checkpoint is written too. Raises TrainingError where the loss is not finite.
+        On Ctrl-C or SIGTERM the step is ended, the checkpoint written, and KeyboardInterrupt raised. Raises
+        TrainingError where the loss is not finite.
         """
         self._begun = saved = time.monotonic()
-        bar = tqdm(
-            total=1.0,
-            initial=self.share_done(),
-            desc="train",
-            disable=None,
-            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
-        )
-        try:
-            while self.share_done() < 1 and not self._out_of_patience():
-                if stop_after is not None and self.progress.step >= stop_after:
-                    break
-                self._next_step(bar)
-                if time.monotonic() - saved > 60 * self.options.checkpoint_minutes:
+        with self._bar() as bar, stopped() as asked:
+            while True:
+                late = time.monotonic() - saved > 60 * self.options.checkpoint_minutes
+                done, save = self.ranks.decided(self.share_done(), late)
+                stop = self.ranks.any(asked.is_set())
+                if save or stop:
                     self.save()
                     saved = time.monotonic()
-        except KeyboardInterrupt:
-            self.save()
-            raise
-        finally:
-            bar.close()
-        finished = stop_after is None or self.share_done() >= 1
-        if finished and self.progress.step % self.options.eval_every:
+                if stop:
+                    raise KeyboardInterrupt
+                if done >= 1 or self._out_of_patience(done):
+                    break
+                if stop_after is not None and self.progress.step >= stop_after:
+                    break
+                self._next_step(bar, done)
+        finished = stop_after is None or done >= 1
+        if finished and self.progress.evaluated != self.progress.step:
             self._log_evaluation(self.evaluate())
         self.save()
 
-    def _next_step(self, bar: tqdm[Any]) -> None:
+    def _bar(self) -> tqdm[Any]:
+        return tqdm(
+            total=1.0,
+            initial=self.share_done(),
+            desc="train",
+            disable=None if self.ranks.leads else True,
+            bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}",
+        )
+
+    def _next_step(self, bar: tqdm[Any], done: float) -> None:
         progress, options = self.progress, self.options
         if self._planned != progress.epoch:
             self._planned = progress.epoch
             self._batches = self.documents.epoch(
                 self.documents.train, options.batch_tokens, options.seed, progress.epoch
             )
-        batches, done = self._batches, self.share_done()
+        batches = self._batches
         indices = batches[progress.batch]
         metrics = self.step(indices, done)
         progress.step += 1
@@ -210,34 +247,45 @@ class Run:
     def step(self, indices: list[int], done: float) -> dict[str, float]:
         """One optimiser step on these documents when `done` of the run is over; returns its metrics."""
         options = self.options
-        self.model.lm_head.weight.requires_grad_(done >= options.head_from)
+        learns = done >= options.head_from
+        if self.ranks.world == 1:
+            self.model.lm_head.weight.requires_grad_(learns)
         rate = options.rate(self.progress.step, done)
         body, head = self.optimizer.param_groups
         body["lr"], head["lr"] = rate, rate * options.head_lr
         steps = options.draft_steps(done)
-        loss, counts = ttt_loss(
-            self.model,
-            self.documents.batch(indices),
-            self.teacher_UH,
-            steps,
-            options.decay,
-            options.user_weight,
-            self.dtype,
-        )
-        if not math.isfinite(float(loss.detach())):
-            raise TrainingError(
-                f"the loss is {float(loss.detach())} at step {self.progress.step}: lower --lr, or train in fp32."
-            )
+        parts = self.ranks.parts(indices, self.documents.length, options.accumulate)
+        totals = self._totals(parts, steps)
+        counts = Counts.none(steps)
         self.optimizer.zero_grad()
-        loss.backward()
+        for part in parts:
+            loss, each = self._loss(part, steps, user_weight=options.user_weight, totals=totals)
+            loss.backward()
+            counts += each
+        counts = self._over_ranks(counts)
+        found = counts.rates(options.decay)
+        if not math.isfinite(found["loss"]):
+            raise TrainingError(
+                f"the loss is {found['loss']} at step {self.progress.step}: lower --lr, or train in fp32."
+            )
+        if not learns:
+            self.model.lm_head.weight.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         self.optimizer.step()
-        return counts.rates(options.decay) | {"lr": rate, "grad_norm": float(norm), "ttt_steps": steps}
+        return found | {"lr": rate, "grad_norm": float(whole(norm)), "ttt_steps": steps}
+
+    def _totals(self, parts: list[list[int]], steps: int) -> Tensor:
+        """The weights of a step's rows, over all its pieces and ranks, float64 [K]."""
+        weights = torch.zeros(steps, dtype=torch.float64)
+        for part in filter(None, parts):
+            batch = self.documents.batch(part, hidden=False)
+            weights += total_weights(batch, self._known_V, steps, self.options.user_weight)
+        return self.ranks.sum(weights)
 
     def save(self) -> None:
         """Write the checkpoint."""
         state = Progress(**(asdict(self.progress) | {"seconds": self.seconds()}))
-        save_run(self._checkpoint, self.model, self.optimizer, state, self.identity)
+        save_run(self._checkpoint, self.model, self.optimizer, state, self.identity, self.ranks.leads)
 
     def curve(self) -> list[dict[str, float]]:
         """Step, tokens, held-out loss and accept_len_positions of each evaluation."""
@@ -257,61 +305,78 @@ class Run:
         """The weights of the best evaluation."""
         return load_tensors(self.out / "best.safetensors")[0]
 
-    def _out_of_patience(self) -> bool:
+    def _out_of_patience(self, done: float) -> bool:
         patience = self.options.patience
-        settled = self.options.draft_steps(self.share_done()) == self.options.ttt_steps  # a new step brings new gains
+        settled = self.options.draft_steps(done) == self.options.ttt_steps  # a new step brings new gains
         return settled and 0 < patience <= self.progress.evaluations_since_best
 
     def _log_evaluation(self, metrics: dict[str, float]) -> None:
         progress = self.progress
+        progress.evaluated = progress.step
         progress.evaluations_since_best += 1
         if metrics["accept_len_positions"] > progress.best:
             progress.best, progress.best_step = metrics["accept_len_positions"], progress.step
             progress.evaluations_since_best = 0
-            save_tensors(self.out / "best.safetensors", dict(self.model.named_parameters()), {"step": progress.step})
+            weights = {name: whole(parameter) for name, parameter in self.model.named_parameters()}
+            if self.ranks.leads:
+                save_tensors(self.out / "best.safetensors", weights, {"step": progress.step})
         self._log("val", {f"{name}_epoch": value for name, value in metrics.items()})
         rates = " ".join(f"{metrics[f'full_acc_{k}']:.3f}" for k in range(self.options.ttt_steps))
-        say(
+        self.ranks.say(
             f"step {progress.step}: held-out loss {metrics['loss']:.3f}, full_acc {rates}, "
             f"accept_len_positions {metrics['accept_len_positions']:.3f}"
         )
 
     def _log(self, kind: str, metrics: dict[str, float]) -> None:
+        if not self.ranks.leads:
+            return
         p = self.progress
         line = {kind: metrics, "epoch": p.epoch, "global_step": p.step, "tokens": p.tokens, "seconds": self.seconds()}
         with (self.out / "log.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
+        if self._curves is not None:
+            self._curves.add(p.step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
     def _cut_log(self) -> None:
         """Forget what was logged after the checkpoint: it will be logged again."""
         file = self.out / "log.jsonl"
-        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        lines = file.read_text("utf-8").split("\n")[:-1] if file.exists() else []  # one without its end was cut
         kept = [line for line in lines if json.loads(line)["global_step"] <= self.progress.step]
         beside = file.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         beside.replace(file)
 
     def _say_estimate(self, seconds_per_token: float) -> None:
-        options, need = self.options, sum(x.numel() * 4 for x in self.model.parameters()) * 5
-        free = shutil.disk_usage(self.out).free
-        if free < need:
-            raise TrainingError(
-                f"{self.out} has {free / 1e6:.0f} MB free, the run's checkpoints need {need / 1e6:.0f} MB: make room."
-            )
+        options = self.options
         tokens = options.epochs * self.epoch_tokens if options.epochs else (options.steps or 0) * options.batch_tokens
         # backwards costs twice what forwards does; the curriculum trains half of the draft steps on average
         minutes = options.minutes or tokens * seconds_per_token * 3 * (0.6 if options.curriculum else 1) / 60
-        say(
+        self.ranks.say(
             f"{len(self.documents.train)} documents, {self.epoch_tokens:,} tokens an epoch, "
             f"{len(self.documents.held)} held out, {self.documents.left_out} too short; the target's own choice at "
-            f"{self.documents.agreement:.0%} of the answers' tokens; about {minutes:.0f} minutes and "
-            f"{need / 1e6:.0f} MB of disk"
+            f"{self.documents.agreement:.0%} of the answers' tokens; about {minutes:.0f} minutes"
         )
 
 
-def say(line: str) -> None:
-    """A line on stderr, beside the bar."""
-    tqdm.write(line, file=sys.stderr)
+@contextmanager
+def stopped() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets, so that a step is ended first; a second one strikes at once."""
+    asked = threading.Event()
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        signal.signal(number, signal.default_int_handler)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # what is ignored stays so
+                before[number] = signal.signal(number, note)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_warm_start(metrics: dict[str, float], folder: Path, force: bool) -> None:

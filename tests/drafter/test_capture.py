@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -405,6 +406,30 @@ def test_a_client_that_ends_early_goes_on(fake, tmp_path, number):
     if number == signal.SIGKILL:  # the same bytes as if nothing had happened
         for shard in sorted((tmp_path / "whole").iterdir()):
             assert shard.read_bytes() == (tmp_path / "out" / shard.name).read_bytes()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_client_that_is_killed_again_and_again_loses_nothing(fake, tmp_path, kills):
+    """kill -9 at random moments of a capture, its start and its end included: each document is there once."""
+    entries = lines(60)
+    file = write_lines(tmp_path / "answers.jsonl", entries)
+    assert subprocess.run(command(fake, tmp_path, file, out="whole"), cwd=REPO).returncode == 0
+    moments, killed, code = random.Random(5), 0, -signal.SIGKILL
+    fake.delay = 0.01
+    while code == -signal.SIGKILL:
+        before, most = len(fake.answered), moments.randrange(0, 30)
+        process = subprocess.Popen(command(fake, tmp_path, file, "--concurrency", "2"), cwd=REPO)
+        while process.poll() is None and (killed == kills or len(fake.answered) < before + most):
+            time.sleep(0.002)
+        process.kill()
+        code = process.wait()
+        killed += code == -signal.SIGKILL
+        if (tmp_path / "out" / "manifest.json").exists():
+            open_shards(tmp_path / "out", verify=True)
+    assert code == 0 and killed > 0
+    check(tmp_path / "out", entries)
+    folders = [open_shards(tmp_path / name) for name in ("whole", "out")]
+    assert sorted(folders[0].names()) == sorted(folders[1].names()) and len(set(folders[1].names())) == 60
 
 
 def test_help_teaches():

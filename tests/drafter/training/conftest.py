@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from drafter.data.shards import Document
-from tests.drafter.training.shard_folder import captured
+from drafter.training.model import load_drafter
+from drafter.training.target import load_target
+from tests.drafter.training.shard_folder import captured, write_shards
 from tests.tiny import language, tokenizer
 from tests.tiny.language import Language
 from tests.tiny.pair import SEED, TinyPair, build
@@ -52,6 +54,19 @@ def spoken(llama, tongue) -> list[Document]:
     generator = torch.Generator().manual_seed(12)
     texts = tongue.sample(160, 40, generator, surprise=0.1).tolist()
     return captured(llama, texts, [(8, 40 - n % 7) for n in range(len(texts))])
+
+
+@pytest.fixture
+def shards(tmp_path, llama, spoken):
+    return write_shards(tmp_path / "shards", spoken, llama)
+
+
+@pytest.fixture
+def vocab_file(tmp_path, llama):
+    folder = llama.drafters["mha_perfect"]
+    file = tmp_path / "vocab.safetensors"
+    load_drafter(folder, load_target(llama.target).embed_VH).vocab.save(file)
+    return file
 
 
 @pytest.fixture(scope="session")

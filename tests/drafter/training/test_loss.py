@@ -145,7 +145,7 @@ def test_a_document_without_an_answer_costs_nothing():
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_best_tokens_are_the_argmax_in_fp32(dtype, fast, monkeypatch):
-    monkeypatch.setattr("drafter.training.target.bf16_is_fast", lambda: fast)
+    monkeypatch.setattr("drafter.training.target.bf16_is_fast", lambda device: fast)
     generator = torch.Generator().manual_seed(0)
     final, head = torch.randn(300, H, generator=generator).to(dtype), torch.randn(V, H, generator=generator).to(dtype)
     assert torch.equal(best_tokens(final, head), (final.float() @ head.float().T).argmax(-1))
@@ -153,7 +153,7 @@ def test_best_tokens_are_the_argmax_in_fp32(dtype, fast, monkeypatch):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_of_equal_tokens_the_first_is_best(fast, monkeypatch):
-    monkeypatch.setattr("drafter.training.target.bf16_is_fast", lambda: fast)
+    monkeypatch.setattr("drafter.training.target.bf16_is_fast", lambda device: fast)
     head = torch.randn(V, H, generator=torch.Generator().manual_seed(0)).bfloat16()
     head[[9, 77, 300, 500]] = head[400].clone()
     assert best_tokens(head[[400, 9]], head).tolist() == [9, 9]

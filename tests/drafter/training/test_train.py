@@ -30,19 +30,6 @@ from tests.tiny.eagle import load
 SMALL = {"batch_tokens": 200, "ttt_steps": 2, "warmup": 5, "eval_every": 4, "eval_documents": 8, "bf16": False}
 
 
-@pytest.fixture
-def shards(tmp_path, llama, spoken):
-    return write_shards(tmp_path / "shards", spoken, llama)
-
-
-@pytest.fixture
-def vocab_file(tmp_path, llama):
-    folder = llama.drafters["mha_perfect"]
-    file = tmp_path / "vocab.safetensors"
-    load_drafter(folder, load_target(llama.target).embed_VH).vocab.save(file)
-    return file
-
-
 def new_run(llama, shards, out, vocab_file, **changes) -> Run:
     target, vocab = load_target(llama.target), DraftVocab.load(vocab_file)
     documents = Documents(open_shards(shards), target, 0.2, 2048, out)
