@@ -196,8 +196,8 @@ def _try_layers(target: Target, layer_ids: list[int], agreement: Agreement, walk
         ids = [layer + shift for layer in layer_ids]
         if shift:
             cause = (
-                f"layers: the drafter was served with the {name.removeprefix('layers ')} ({ids} in the place of "
-                f"{layer_ids}); capture with its own ids, in the convention of its target"
+                f"layers: the drafter was served with {name} than those captured ({ids} in the place of {layer_ids}); "
+                "capture with its own ids, in the convention of its target"
             )
         else:
             cause = (

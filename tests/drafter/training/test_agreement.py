@@ -62,6 +62,15 @@ def test_what_was_served_is_walked_first(tmp_path, llama, answers, probe, capsys
     )
 
 
+def test_a_run_that_is_resumed_knows_what_was_found_before_it(tmp_path, llama, answers, probe):
+    start(tmp_path, llama, answers, "--probe", probe)
+    found = read_manifest(tmp_path / "run" / "drafter")["training"]["before"]
+    for folder in (tmp_path / "shards", tmp_path / "run" / "drafter"):
+        shutil.rmtree(folder)
+    start(tmp_path, llama, answers, "--probe", probe)
+    assert read_manifest(tmp_path / "run" / "drafter")["training"]["before"] == found
+
+
 def test_other_answers_are_walked_where_none_is_shared(tmp_path, llama, answers, probe):
     start(tmp_path, llama, [*answers[:24], *answers[25:]], "--probe", changed(probe, output_sha256="0" * 64))
     found = read_manifest(tmp_path / "run" / "drafter")["training"]["before"]["probe"]
@@ -129,6 +138,36 @@ def test_a_fault_of_the_shards_is_named(tmp_path, llama, texts, answers, probe, 
     ):
         start(tmp_path, llama, wrong, "--probe", probe)
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_layers_that_a_latent_drafter_was_not_served_with_are_named(tmp_path, kimi, tongue):
+    """On the tiny Kimi, whose text model is computed anew from inside the model that also sees."""
+    prompts = tongue.prompts(24, 10, torch.Generator().manual_seed(22)).tolist()
+    written = greedy(load(kimi.reference), prompts, 40)
+    spans = [(10, 46)] * len(written)
+    drafter = kimi.drafters["mla_noised_a"]
+    probe = write_probe(tmp_path / "report.json", drafter, kimi.reference, captured(kimi, written, spans))
+    wrong = captured(dataclasses.replace(kimi, inputs_to=(1, 2, 3)), written, spans)
+    with pytest.raises(
+        TrainingError, match=r"other states than those of \[2, 3, 4\]: they are those of layers 1 lower"
+    ):
+        start(tmp_path, kimi, wrong, "--probe", probe, drafter=drafter)
+
+
+def test_a_drafter_of_other_layers_than_its_folder_says(tmp_path, llama, texts, answers):
+    """Trained and served on the layers below those that its config and the shards both name."""
+    lower = other_layers(-1)(llama, texts, answers)
+    first = write_shards(tmp_path / "lower", lower, llama)
+    read_map(llama.drafters[NAME]).sorted()[0].save(tmp_path / "vocab.safetensors")
+    new = ("--vocab", tmp_path / "vocab.safetensors", "--out", tmp_path / "new", "--export-fp32", "--steps", 90)
+    few = ("--ttt-steps", 3, "--batch-tokens", 600, "--held-share", 0.1, "--fp32", "--eval-documents", 4, "--lr", 1e-2)
+    train("--shards", first, "--target", llama.target, *few, *new)
+    drafter = tmp_path / "new" / "drafter"
+    probe = write_probe(tmp_path / "report.json", drafter, llama.reference, lower)
+    with pytest.raises(
+        TrainingError, match=r"Likely cause: layers: .* one lower than those captured \(\[-1, 0, 1\] in"
+    ):
+        start(tmp_path, llama, answers, "--probe", probe, drafter=drafter)
 
 
 @pytest.mark.parametrize(
