@@ -149,7 +149,7 @@ class _Attend(torch.autograd.Function):
 
 def has_operator(x: Tensor) -> bool:
     """Whether torch's flash operators with a log-sum-exp and a mask work where `x` is."""
-    return x.device.type == "cpu"
+    return bool(x.device.type == "cpu")
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -369,9 +369,9 @@ def stopped() -> Iterator[threading.Event]:
         signal.signal(number, signal.default_int_handler)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # what is ignored stays so
-                before[number] = signal.signal(number, note)
+        for asking in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(asking) is not signal.SIG_IGN:  # what is ignored stays so
+                before[asking] = signal.signal(asking, note)
     try:
         yield asked
     finally:
