@@ -90,8 +90,10 @@ def serving(load: Load, out: Path) -> Figure:
 def aiperf(load: Load, out: Path) -> Figure:
     """NVIDIA's AIPerf."""
     argv = [AIPERF, "profile", "--model", load.model, "--tokenizer", load.tokenizer, "--url", load.url]
-    argv += ["--endpoint-type", "chat", "--streaming", "--input-file", load.file, "--custom-dataset-type", "raw_payload"]
-    argv += ["--concurrency", load.concurrency, "--request-count", load.count, "--api-key", load.api_key]
+    argv += ["--endpoint-type", "chat", "--streaming", "--input-file", load.file]
+    argv += ["--custom-dataset-type", "raw-payload", "--workers-max", 1, "--record-processors", 1]
+    argv += ["--concurrency", load.concurrency, "--request-count", load.count]
+    argv += ["--api-key", load.api_key]
     argv += ["--output-artifact-dir", out, "--ui", "none"]
     _run(argv, out)
     (file,) = out.rglob("profile_export_aiperf.json")

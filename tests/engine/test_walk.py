@@ -14,9 +14,11 @@ import pytest
 from bench.accept_len import main as accept_len
 from drafter.__main__ import main
 from drafter.acceptance import acceptance_length, add_histograms
+from drafter.checkpoint.maps import read_map
 from drafter.data.conversations import read_with_ids
 from drafter.report import read_report
 from server.engine import Engine
+from tests.engine.pool import EnginePool
 from tests.engine.served import Served, on
 from tests.tiny import TinyPair
 
@@ -113,3 +115,31 @@ def test_the_walk_counts_what_the_engine_counts(
     assert walked == counted
     length = acceptance_length(add_histograms(counted))
     assert length is not None and length > 1.5
+
+
+@pytest.mark.parametrize("style", ["mla", "mha"])
+def test_a_new_drafter_for_kimi_is_served_as_it_is_walked(
+    engines: EnginePool,
+    tiny: Callable[[str], TinyPair],
+    captured: Callable[[str], Captured],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    style: str,
+) -> None:
+    """Either style, trained here from nothing and then trained on, with the target's yarn."""
+    pair, texts = tiny("kimi"), captured("kimi")
+    vocab, _ = read_map(pair.drafters["mla_perfect"]).sorted()
+    vocab.save(tmp_path / "vocab.safetensors")
+    common = ["train", "--shards", str(texts.shards), "--target", str(pair.target), "--fp32", "--export-fp32"]
+    common += ["--ttt-steps", str(STEPS), "--batch-tokens", "600", "--held-share", "0.1", "--threads", "1"]
+    new = ["--vocab", str(tmp_path / "vocab.safetensors"), "--style", style, "--steps", "150", "--lr", "1e-2"]
+    assert main([*common, *new, "--out", str(tmp_path / "new")]) == 0
+    parent = tmp_path / "new" / "drafter"
+    assert main([*common, "--from", str(parent), "--steps", "20", "--out", str(tmp_path / "on")]) == 0
+    drafter = tmp_path / "on" / "drafter"
+    engine = engines.get(pair, str(drafter), num_steps=STEPS)
+    walked, counted = walked_and_counted(engine, pair, drafter, texts, tmp_path / "out", capsys)
+    lengths = [acceptance_length(add_histograms(each)) for each in (walked, counted)]
+    assert lengths[0] is not None and lengths[1] is not None
+    assert abs(lengths[0] - lengths[1]) < 0.02
+    assert lengths[1] > 1.3, "nothing was learned"
