@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.arguments import number, whole
+from drafter.training.defaults import FINETUNE, KIMI_HIDDEN, SCRATCH
 
 TRAIN = """Train an EAGLE-3 drafter on captured hidden states, from scratch or from an existing one.
 
@@ -20,7 +21,7 @@ bit; with --minutes the clock decides.
 """
 TRAIN_EXAMPLES = """examples:
   python -m drafter train --shards shards --target models/smollm2 --vocab vocab.safetensors --out runs/a --minutes 30
-  python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1 --lr 3e-4
+  python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1
 """
 EVALUATE = """Predict what an engine would accept: walk greedy answers, the drafter's own guesses fed back.
 
@@ -37,7 +38,14 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `train`; its arguments carry `run`, a function from arguments to an exit code."""
     command = _command(subparsers, "train", "train a drafter on captured hidden states", TRAIN, TRAIN_EXAMPLES)
     command.set_defaults(run=run_train)
-    command.add_argument("--shards", type=Path, required=True, metavar="DIR", help="what `capture` wrote")
+    command.add_argument(
+        "--shards",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="DIR",
+        help="what `capture` wrote; may be given several times, for one target and the same layers",
+    )
     command.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
     command.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the run's folder; resumes what it holds"
@@ -62,21 +70,30 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     ):
         shape.add_argument(f"--{flag}", type=whole(), metavar="N", help=text)
 
-    how = command.add_argument_group("how to train")
+    how = command.add_argument_group("how to train (defaults: of a new drafter / of one that is trained on)")
     rate, share = number(above=True), number(0, 1)
+    new, on = SCRATCH, FINETUNE
+    by_width = f"{new.rate:g} / {on.rate:g} at hidden size {KIMI_HIDDEN}, more for a narrower one"
+    for flag, kind, text in (
+        ("ttt-steps", whole(), f"draft steps to train ({new.ttt_steps} / {on.ttt_steps})"),
+        ("lr", rate, f"learning rate of AdamW ({by_width})"),
+        ("warmup", number(), f"of the rate: a share of the run, or from 1 on steps ({new.warmup:g} / {on.warmup:g})"),
+        ("clip", rate, f"largest norm of the gradients ({new.clip:g} / {on.clip:g})"),
+        (
+            "head-from",
+            share,
+            "lm_head learns after this share of the run; 1: never (1 where it is the target's own / 0 elsewhere)",
+        ),
+        ("head-lr", share, f"its share of the rate then ({new.head_lr:g} / {on.head_lr:g})"),
+    ):
+        how.add_argument(f"--{flag}", type=kind, metavar="N", help=text)
     for flag, kind, default, text in (
-        ("ttt-steps", whole(), 4, "draft steps to train"),
         ("batch-tokens", whole(), 1000, "tokens of an optimiser step; small ones learn faster in a short time"),
-        ("lr", rate, 3e-3, "learning rate of AdamW; 3e-4 and less to go on from a drafter"),
         ("min-lr", share, 0.03, "the rate falls by a cosine to this share of itself"),
         ("weight-decay", number(), 0.0, "of AdamW"),
-        ("clip", rate, 1.0, "largest norm of the gradients"),
-        ("warmup", whole(0), 20, "steps of warm-up"),
         ("decay", rate, 0.8, "weight of step k in the loss is decay^k"),
         ("user-weight", share, 1.0, "weight in the loss of tokens that were not generated"),
         ("held-share", share, 0.1, "share of prompts held out"),
-        ("head-from", share, 1.0, "lm_head learns after this share of the run; 1: never"),
-        ("head-lr", share, 0.3, "its share of the rate then"),
         ("max-length", whole(), 2048, "documents are cut here"),
         ("eval-every", whole(), 100, "steps between evaluations on the held-out documents"),
         ("eval-documents", whole(), 48, "held-out documents to evaluate on"),
@@ -114,14 +131,15 @@ def add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train, and export the best evaluation. Raises ValueError with a sentence for what a person must change."""
+    from drafter.checkpoint.folder import open_folder
     from drafter.checkpoint.manifest import Manifest
     from drafter.checkpoint.vocab import DraftVocab
-    from drafter.data.shards import open_shards
+    from drafter.data.shards import join_shards, open_shards
     from drafter.training.compatible import check_drafter, check_shards
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
     from drafter.training.export import export, origin
-    from drafter.training.initial import Shape, drafter_config, fit_fc, new_drafter
+    from drafter.training.initial import Shape, drafter_config, fit_fc, has_own_head, new_drafter
     from drafter.training.model import load_drafter
     from drafter.training.target import load_target
     from drafter.training.train import Options, Run, check_warm_start, say
@@ -131,8 +149,9 @@ def run_train(arguments: argparse.Namespace) -> int:
     folder: Path = a.out / "drafter"
     if folder.exists():
         raise TrainingError(f"{a.out} holds a finished run, {folder}: name another --out.")
-    shards, target = open_shards(a.shards), load_target(a.target)
+    shards, target = join_shards([open_shards(path) for path in a.shards]), load_target(a.target)
     check_shards(shards, target)
+    parent = open_folder(a.parent) if a.parent else None
     if a.parent:
         check_drafter(a.parent, shards)
         model = load_drafter(a.parent, target.embed_VH)
@@ -149,34 +168,31 @@ def run_train(arguments: argparse.Namespace) -> int:
     fresh = not (a.out / "checkpoint.safetensors").exists()
     if fresh and not a.parent:
         say(f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents")
+    defaults = FINETUNE if a.parent else SCRATCH
     options = Options(
         steps=a.steps,
         epochs=a.epochs,
         minutes=a.minutes,
-        ttt_steps=a.ttt_steps,
         curriculum=not a.no_curriculum,
         batch_tokens=a.batch_tokens,
-        lr=a.lr,
         min_lr=a.min_lr,
-        warmup=a.warmup,
         weight_decay=a.weight_decay,
-        clip=a.clip,
         decay=a.decay,
         user_weight=a.user_weight,
-        head_from=a.head_from,
-        head_lr=a.head_lr,
         bf16=not a.fp32,
         seed=a.seed,
         eval_every=a.eval_every,
         eval_documents=a.eval_documents,
         patience=a.patience,
         checkpoint_minutes=a.checkpoint_minutes,
+        **defaults.options(model.config["hidden_size"], has_own_head(model, target), vars(a)),
     )
     identity = {
         "data_hash": shards.data_hash,
         "vocab_hash": model.vocab.hash,
         "target": shards.manifest["target"],
         "parent": str(a.parent) if a.parent else None,
+        "parent_sha256": parent.sha256 if parent else None,
         "held_share": a.held_share,
         "max_length": a.max_length,
     }
@@ -201,7 +217,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         vocab_hash=model.vocab.hash,
         target=shards.manifest["target"],
         capture={key: shards.manifest[key] for key in ("layer_ids", "convention")},
-        origin=origin(a.parent, shards.data_hash),
+        origin=origin(parent, shards.data_hash),
         training=training,
     )
     export(folder, model, run.best_weights(), manifest, torch.float32 if a.export_fp32 else torch.bfloat16)

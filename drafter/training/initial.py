@@ -77,6 +77,11 @@ def new_drafter(config: dict[str, Any], vocab: DraftVocab, target: Target, seed:
     return model
 
 
+def has_own_head(model: Eagle3, target: Target) -> bool:
+    """Whether lm_head is the target's own rows, as a new drafter's is."""
+    return torch.equal(model.lm_head.weight, target.head_VH[model.target_ids_U].to(model.lm_head.weight.dtype))
+
+
 def fit_fc(model: Eagle3, documents: Documents, seed: int) -> float:
     """Set fc by ridge regression from features to the final state before its norm's weight; returns R2 on held-out.
 
