@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,22 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     budget.add_argument("--steps", type=whole(), help="optimiser steps")
 
     shape = command.add_argument_group("shape of a new drafter (default: the target's, without grouped heads)")
+    shape.add_argument(
+        "--style",
+        choices=("mha", "mla"),
+        default="mha",
+        help="LlamaForCausalLMEagle3, or latent attention: Eagle3DeepseekV2ForCausalLM (mha)",
+    )
     for flag, text in (
         ("heads", "attention heads"),
-        ("kv-heads", "key and value heads; need not be the target's"),
-        ("head-dim", "width of a head"),
         ("intermediate", "width of the MLP"),
+        ("kv-heads", "mha: key and value heads; need not be the target's"),
+        ("head-dim", "mha: width of a head"),
+        ("q-lora-rank", "mla: rank of the queries"),
+        ("kv-lora-rank", "mla: rank of the latent for keys and values"),
+        ("nope-dim", "mla: width of a key's unturned part (qk_nope_head_dim)"),
+        ("rope-dim", "mla: width of its turned part (qk_rope_head_dim)"),
+        ("value-dim", "mla: width of a value (v_head_dim)"),
     ):
         shape.add_argument(f"--{flag}", type=whole(), metavar="N", help=text)
 
@@ -100,7 +112,11 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         ("checkpoint-minutes", rate, 5.0, "minutes between checkpoints"),
     ):
         how.add_argument(f"--{flag}", type=kind, default=default, metavar="N", help=f"{text} ({default})")
-    how.add_argument("--no-curriculum", action="store_true", help="all draft steps from the start")
+    how.add_argument(
+        "--curriculum",
+        action=argparse.BooleanOptionalAction,
+        help="draft steps one after another, or all from the start (default: for a new drafter alone)",
+    )
     how.add_argument(
         "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
     )
@@ -139,8 +155,9 @@ def run_train(arguments: argparse.Namespace) -> int:
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
     from drafter.training.export import export, origin
-    from drafter.training.initial import Shape, drafter_config, fit_fc, has_own_head, new_drafter
+    from drafter.training.initial import fit_fc, has_own_head, new_drafter
     from drafter.training.model import load_drafter
+    from drafter.training.shape import Shape, drafter_config
     from drafter.training.target import load_target
     from drafter.training.train import Options, Run, check_warm_start, say
 
@@ -151,6 +168,9 @@ def run_train(arguments: argparse.Namespace) -> int:
         raise TrainingError(f"{a.out} holds a finished run, {folder}: name another --out.")
     shards, target = join_shards([open_shards(path) for path in a.shards]), load_target(a.target)
     check_shards(shards, target)
+    shape = Shape(**{field.name: getattr(a, field.name) for field in fields(Shape)})
+    if a.parent and shape.given():
+        raise TrainingError(f"{', '.join(shape.given())}: {a.parent} has its own shape, which stays: leave it out.")
     parent = open_folder(a.parent) if a.parent else None
     if a.parent:
         check_drafter(a.parent, shards)
@@ -162,7 +182,6 @@ def run_train(arguments: argparse.Namespace) -> int:
                 f"{a.vocab} is over a target vocabulary of {vocab.target_vocab_size:,}, {a.target} has "
                 f"{len(target.embed_VH):,}: build it for this target."
             )
-        shape = Shape(a.heads, a.kv_heads, a.head_dim, a.intermediate)
         model = new_drafter(drafter_config(target, shards.manifest["layer_ids"], vocab, shape), vocab, target, a.seed)
     documents = Documents(shards, target, a.held_share, a.max_length, a.out)
     fresh = not (a.out / "checkpoint.safetensors").exists()
@@ -173,7 +192,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         steps=a.steps,
         epochs=a.epochs,
         minutes=a.minutes,
-        curriculum=not a.no_curriculum,
+        curriculum=not a.parent if a.curriculum is None else a.curriculum,
         batch_tokens=a.batch_tokens,
         min_lr=a.min_lr,
         weight_decay=a.weight_decay,
