@@ -51,9 +51,26 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the run's folder; resumes what it holds"
     )
-    start = command.add_mutually_exclusive_group(required=True)
-    start.add_argument("--vocab", type=Path, metavar="FILE", help="a new drafter over this draft vocabulary")
-    start.add_argument("--from", dest="parent", type=Path, metavar="DIR", help="go on from this drafter folder")
+    command.add_argument(
+        "--vocab",
+        type=Path,
+        metavar="FILE",
+        help="the draft vocabulary: of a new drafter, or the one that the --from drafter must have already",
+    )
+    command.add_argument("--from", dest="parent", type=Path, metavar="DIR", help="go on from this drafter folder")
+    command.add_argument(
+        "--probe",
+        type=Path,
+        metavar="REPORT",
+        help="report.json of bench/accept_len.py with that drafter: before the first step it is walked on the captured "
+        "features, and must reach what it was served at",
+    )
+    command.add_argument(
+        "--remapped-from",
+        type=Path,
+        metavar="DIR",
+        help="what the --from drafter was remapped from (default: the folder beside it that its manifest names)",
+    )
     command.add_argument("--force", action="store_true", help="go on from a drafter that is nearly always wrong")
     command.add_argument("--name", help="the drafter's name (default: the name of --out)")
 
@@ -151,10 +168,11 @@ def run_train(arguments: argparse.Namespace) -> int:
     from drafter.checkpoint.manifest import Manifest
     from drafter.checkpoint.vocab import DraftVocab
     from drafter.data.shards import join_shards, open_shards
-    from drafter.training.compatible import check_drafter, check_shards
+    from drafter.training.compatible import check_drafter, check_shards, differences
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
     from drafter.training.export import export, origin
+    from drafter.training.finetune import check_before, check_teacher, check_vocab
     from drafter.training.initial import fit_fc, has_own_head, new_drafter
     from drafter.training.model import load_drafter
     from drafter.training.shape import Shape, drafter_config
@@ -169,12 +187,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     shards, target = join_shards([open_shards(path) for path in a.shards]), load_target(a.target)
     check_shards(shards, target)
     shape = Shape(**{field.name: getattr(a, field.name) for field in fields(Shape)})
-    if a.parent and shape.given():
-        raise TrainingError(f"{', '.join(shape.given())}: {a.parent} has its own shape, which stays: leave it out.")
+    _check_start(a, shape.given())
     parent = open_folder(a.parent) if a.parent else None
     if a.parent:
         check_drafter(a.parent, shards)
         model = load_drafter(a.parent, target.embed_VH)
+        if a.vocab:
+            check_vocab(model.vocab, a.parent, a.vocab, a.target)
     else:
         vocab = DraftVocab.load(a.vocab)
         if vocab.target_vocab_size != len(target.embed_VH):
@@ -185,6 +204,14 @@ def run_train(arguments: argparse.Namespace) -> int:
         model = new_drafter(drafter_config(target, shards.manifest["layer_ids"], vocab, shape), vocab, target, a.seed)
     documents = Documents(shards, target, a.held_share, a.max_length, a.out)
     fresh = not (a.out / "checkpoint.safetensors").exists()
+    checked = None
+    if fresh:
+        check_teacher(documents, target)
+    if fresh and parent:
+        for line in differences(model.config, target):
+            say(f"{a.parent} keeps its own {line}")
+        checked = check_before(parent, model, documents, shards, target, a.probe, a.remapped_from)
+        say(checked.sentence())
     if fresh and not a.parent:
         say(f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents")
     defaults = FINETUNE if a.parent else SCRATCH
@@ -228,6 +255,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         "tokens": run.progress.tokens,
         "seconds": round(run.seconds(), 3),
         "first": first,
+        **({"before": {"probe": checked.probe, "remap": checked.remap}} if checked else {}),
         "best": best,
         "curve": run.curve(),
     }
@@ -245,6 +273,19 @@ def run_train(arguments: argparse.Namespace) -> int:
     else:
         print(f"{folder}: accept_len_positions {best['accept_len_positions']:.3f} at step {best['step']}")
     return 0
+
+
+def _check_start(a: argparse.Namespace, shape: list[str]) -> None:
+    """Raises TrainingError for arguments that do not go together; `shape` are the flags of a shape that were given."""
+    from drafter.training.errors import TrainingError
+
+    if not a.parent and not a.vocab:
+        raise TrainingError("give --vocab FILE for a new drafter, or --from DIR to go on from one.")
+    if a.parent and shape:
+        raise TrainingError(f"{', '.join(shape)}: {a.parent} has its own shape, which stays: leave it out.")
+    alone = [flag for flag, value in (("--probe", a.probe), ("--remapped-from", a.remapped_from)) if value]
+    if alone and not a.parent:
+        raise TrainingError(f"{', '.join(alone)}: of a drafter that is trained on, and there is none: add --from.")
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:

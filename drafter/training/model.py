@@ -200,6 +200,8 @@ def load_drafter(folder: Path, embed_VH: Tensor) -> Eagle3:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+    if shapes.shares_head(read.config):
+        raise TrainingError(f"drafter {folder} shares its target's head and has none to train: train a new one.")
     rows = len(weights["lm_head.weight"])
     d2t = weights.pop("d2t", torch.zeros(rows, dtype=torch.int64)).numpy()
     t2d = weights.pop("t2d", None)
