@@ -19,10 +19,10 @@ OPENERS=${OPENERS:-deploy/recipes/smollm2/openers.txt}
 HELD_OUT=${HELD_OUT:-mt_bench,humaneval}
 read -ra CONVERSATIONS <<< "${CONVERSATIONS:-$WORK/train.jsonl}"
 if [[ ${QUICK:-} ]]; then
-  COUNT=${COUNT:-64} HELD_COUNT=${HELD_COUNT:-8} TOKENS=${TOKENS:-96} VOCAB=${VOCAB:-4096} TRAIN=${TRAIN:---minutes 2}
+  COUNT=${COUNT:-64} HELD_COUNT=${HELD_COUNT:-8} TOKENS=${TOKENS:-96} VOCAB=${VOCAB:-4096} TRAIN=${TRAIN:---minutes 2 --lr 3e-3 --clip 1}
 else
   COUNT=${COUNT:-12000} HELD_COUNT=${HELD_COUNT:-244} TOKENS=${TOKENS:-224} VOCAB=${VOCAB:-12288}
-  TRAIN=${TRAIN:---minutes 120 --held-share 0.03 --ttt-steps 3}
+  TRAIN=${TRAIN:---minutes 120 --held-share 0.03 --ttt-steps 3 --lr 3e-3 --clip 1}
 fi
 mkdir -p "$WORK"
 target=$("$PY" -c 'import sys; from server.config import load_profile; print(load_profile(sys.argv[1]).model_path)' "$PROFILE")

@@ -114,7 +114,7 @@ def rope(subject: Subject) -> Iterator[Finding]:
         )
     elif found != wanted:
         yield warning(
-            f"{subject.config_file}: rope is {_rope_shown(found)}, the target's is {_rope_shown(wanted)}",
+            f"{subject.config_file}: rope is {rope_shown(found)}, the target's is {rope_shown(wanted)}",
             "the rope that the drafter was trained with",
             "keep a trained drafter's own; a new drafter takes the target's",
         )
@@ -240,7 +240,8 @@ def rotary(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     )
 
 
-def _rope_shown(found: tuple[float, dict[str, Any]]) -> str:
+def rope_shown(found: tuple[float, dict[str, Any]]) -> str:
+    """What `rotary` gave, in words."""
     theta, scaling = found
     return f"theta {theta:g}" + (f" with {scaling}" if scaling else " without scaling")
 

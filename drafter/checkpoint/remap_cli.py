@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from drafter.checkpoint.diff_cli import add_map_format
+from drafter.checkpoint.folder import open_folder
 from drafter.checkpoint.headstart import INITS, Likeness, describe, likeness, make_init
 from drafter.checkpoint.manifest import (
     MANIFEST,
@@ -162,6 +163,7 @@ def _manifest(
         origin={
             "kind": "remap",
             "parent": source.path.absolute().name,
+            "parent_sha256": open_folder(source.path).sha256,
             "command": command(),
             "data_hash": (before.get("origin") or {}).get("data_hash"),
             "git": (before.get("origin") or {}).get("git", ""),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -27,6 +28,7 @@ MANIFEST = "manifest.json"
 HIDDEN_TYPES: dict[str, type] = {"bfloat16": np.uint16, "float32": np.float32}
 CONVENTIONS = ("output_of_layer", "input_to_layer")
 NAME_DIGITS = 32
+SAME_TO_JOIN = (*TARGET_HASHES, "layer_ids", "convention", "hidden_size", "dtype", "final_hidden")
 
 
 class ShardError(ValueError):
@@ -122,6 +124,32 @@ def open_shards(path: Path, verify: bool = False) -> ShardFolder:
         for shard, tensors in zip(manifest["shards"], folder._tensors, strict=True):
             _verify_shard(path / shard["file"], shard["sha256"], tensors)
     return folder
+
+
+def join_shards(folders: list[ShardFolder]) -> ShardFolder:
+    """Folders of one target and the same layers as one; the data hash is that of all their shards, in this order.
+
+    Its path is the first folder's. Raises ShardError where two differ, or share a shard.
+    """
+    first, *others = folders
+    if not others:
+        return first
+    for folder in others:
+        for key in SAME_TO_JOIN:
+            wanted, found = ({**each.manifest, **each.manifest["target"]}[key] for each in (first, folder))
+            if found != wanted:
+                raise ShardError(
+                    f"{folder.path} has {key} {found!r}, {first.path} has {wanted!r}: train on shards of one target "
+                    "and the same layers."
+                )
+    shards = [shard for folder in folders for shard in folder.manifest["shards"]]
+    twice = [name for name, count in Counter(shard["sha256"] for shard in shards).items() if count > 1]
+    if twice:
+        where = [str(f.path) for f in folders for shard in f.manifest["shards"] if shard["sha256"] == twice[0]]
+        raise ShardError(f"{' and '.join(where)} hold the same shard {twice[0][:16]}: name each folder once.")
+    sums = {key: sum(folder.manifest[key] for folder in folders) for key in ("documents", "tokens")}
+    tensors = [each for folder in folders for each in folder._tensors]
+    return ShardFolder(first.path, first.manifest | sums | {"shards": shards}, tensors)
 
 
 def token_bytes(n_aux: int, hidden_size: int, dtype: str) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from drafter.arguments import number, whole
+from drafter.training.defaults import FINETUNE, KIMI_HIDDEN, SCRATCH
 
 TRAIN = """Train an EAGLE-3 drafter on captured hidden states, from scratch or from an existing one.
 
@@ -20,7 +22,7 @@ bit; with --minutes the clock decides.
 """
 TRAIN_EXAMPLES = """examples:
   python -m drafter train --shards shards --target models/smollm2 --vocab vocab.safetensors --out runs/a --minutes 30
-  python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1 --lr 3e-4
+  python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1
 """
 EVALUATE = """Predict what an engine would accept: walk greedy answers, the drafter's own guesses fed back.
 
@@ -37,14 +39,38 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `train`; its arguments carry `run`, a function from arguments to an exit code."""
     command = _command(subparsers, "train", "train a drafter on captured hidden states", TRAIN, TRAIN_EXAMPLES)
     command.set_defaults(run=run_train)
-    command.add_argument("--shards", type=Path, required=True, metavar="DIR", help="what `capture` wrote")
+    command.add_argument(
+        "--shards",
+        type=Path,
+        required=True,
+        action="append",
+        metavar="DIR",
+        help="what `capture` wrote; may be given several times, for one target and the same layers",
+    )
     command.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
     command.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the run's folder; resumes what it holds"
     )
-    start = command.add_mutually_exclusive_group(required=True)
-    start.add_argument("--vocab", type=Path, metavar="FILE", help="a new drafter over this draft vocabulary")
-    start.add_argument("--from", dest="parent", type=Path, metavar="DIR", help="go on from this drafter folder")
+    command.add_argument(
+        "--vocab",
+        type=Path,
+        metavar="FILE",
+        help="the draft vocabulary: of a new drafter, or the one that the --from drafter must have already",
+    )
+    command.add_argument("--from", dest="parent", type=Path, metavar="DIR", help="go on from this drafter folder")
+    command.add_argument(
+        "--probe",
+        type=Path,
+        metavar="REPORT",
+        help="report.json of bench/accept_len.py with that drafter: before the first step it is walked on the captured "
+        "features, and must reach what it was served at",
+    )
+    command.add_argument(
+        "--remapped-from",
+        type=Path,
+        metavar="DIR",
+        help="what the --from drafter was remapped from (default: the folder beside it that its manifest names)",
+    )
     command.add_argument("--force", action="store_true", help="go on from a drafter that is nearly always wrong")
     command.add_argument("--name", help="the drafter's name (default: the name of --out)")
 
@@ -54,36 +80,60 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     budget.add_argument("--steps", type=whole(), help="optimiser steps")
 
     shape = command.add_argument_group("shape of a new drafter (default: the target's, without grouped heads)")
+    shape.add_argument(
+        "--style",
+        choices=("mha", "mla"),
+        default="mha",
+        help="LlamaForCausalLMEagle3, or latent attention: Eagle3DeepseekV2ForCausalLM (mha)",
+    )
     for flag, text in (
         ("heads", "attention heads"),
-        ("kv-heads", "key and value heads; need not be the target's"),
-        ("head-dim", "width of a head"),
         ("intermediate", "width of the MLP"),
+        ("kv-heads", "mha: key and value heads; need not be the target's"),
+        ("head-dim", "mha: width of a head"),
+        ("q-lora-rank", "mla: rank of the queries"),
+        ("kv-lora-rank", "mla: rank of the latent for keys and values"),
+        ("nope-dim", "mla: width of a key's unturned part (qk_nope_head_dim)"),
+        ("rope-dim", "mla: width of its turned part (qk_rope_head_dim)"),
+        ("value-dim", "mla: width of a value (v_head_dim)"),
     ):
         shape.add_argument(f"--{flag}", type=whole(), metavar="N", help=text)
 
-    how = command.add_argument_group("how to train")
+    how = command.add_argument_group("how to train (defaults: of a new drafter / of one that is trained on)")
     rate, share = number(above=True), number(0, 1)
+    new, on = SCRATCH, FINETUNE
+    by_width = f"{new.rate:g} / {on.rate:g} at hidden size {KIMI_HIDDEN}, more for a narrower one"
+    for flag, kind, text in (
+        ("ttt-steps", whole(), f"draft steps to train ({new.ttt_steps} / {on.ttt_steps})"),
+        ("lr", rate, f"learning rate of AdamW ({by_width})"),
+        ("warmup", number(), f"of the rate: a share of the run, or from 1 on steps ({new.warmup:g} / {on.warmup:g})"),
+        ("clip", rate, f"largest norm of the gradients ({new.clip:g} / {on.clip:g})"),
+        (
+            "head-from",
+            share,
+            "lm_head learns after this share of the run; 1: never (1 where it is the target's own / 0 elsewhere)",
+        ),
+        ("head-lr", share, f"its share of the rate then ({new.head_lr:g} / {on.head_lr:g})"),
+    ):
+        how.add_argument(f"--{flag}", type=kind, metavar="N", help=text)
     for flag, kind, default, text in (
-        ("ttt-steps", whole(), 4, "draft steps to train"),
         ("batch-tokens", whole(), 1000, "tokens of an optimiser step; small ones learn faster in a short time"),
-        ("lr", rate, 3e-3, "learning rate of AdamW; 3e-4 and less to go on from a drafter"),
         ("min-lr", share, 0.03, "the rate falls by a cosine to this share of itself"),
         ("weight-decay", number(), 0.0, "of AdamW"),
-        ("clip", rate, 1.0, "largest norm of the gradients"),
-        ("warmup", whole(0), 20, "steps of warm-up"),
         ("decay", rate, 0.8, "weight of step k in the loss is decay^k"),
         ("user-weight", share, 1.0, "weight in the loss of tokens that were not generated"),
         ("held-share", share, 0.1, "share of prompts held out"),
-        ("head-from", share, 1.0, "lm_head learns after this share of the run; 1: never"),
-        ("head-lr", share, 0.3, "its share of the rate then"),
         ("max-length", whole(), 2048, "documents are cut here"),
         ("eval-every", whole(), 100, "steps between evaluations on the held-out documents"),
         ("eval-documents", whole(), 48, "held-out documents to evaluate on"),
         ("checkpoint-minutes", rate, 5.0, "minutes between checkpoints"),
     ):
         how.add_argument(f"--{flag}", type=kind, default=default, metavar="N", help=f"{text} ({default})")
-    how.add_argument("--no-curriculum", action="store_true", help="all draft steps from the start")
+    how.add_argument(
+        "--curriculum",
+        action=argparse.BooleanOptionalAction,
+        help="draft steps one after another, or all from the start (default: for a new drafter alone)",
+    )
     how.add_argument(
         "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
     )
@@ -114,15 +164,18 @@ def add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train, and export the best evaluation. Raises ValueError with a sentence for what a person must change."""
+    from drafter.checkpoint.folder import open_folder
     from drafter.checkpoint.manifest import Manifest
     from drafter.checkpoint.vocab import DraftVocab
-    from drafter.data.shards import open_shards
-    from drafter.training.compatible import check_drafter, check_shards
+    from drafter.data.shards import join_shards, open_shards
+    from drafter.training.compatible import check_drafter, check_shards, differences
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
     from drafter.training.export import export, origin
-    from drafter.training.initial import Shape, drafter_config, fit_fc, new_drafter
+    from drafter.training.finetune import check_before, check_teacher, check_vocab
+    from drafter.training.initial import fit_fc, has_own_head, new_drafter
     from drafter.training.model import load_drafter
+    from drafter.training.shape import Shape, drafter_config
     from drafter.training.target import load_target
     from drafter.training.train import Options, Run, check_warm_start, say
 
@@ -131,11 +184,16 @@ def run_train(arguments: argparse.Namespace) -> int:
     folder: Path = a.out / "drafter"
     if folder.exists():
         raise TrainingError(f"{a.out} holds a finished run, {folder}: name another --out.")
-    shards, target = open_shards(a.shards), load_target(a.target)
+    shards, target = join_shards([open_shards(path) for path in a.shards]), load_target(a.target)
     check_shards(shards, target)
+    shape = Shape(**{field.name: getattr(a, field.name) for field in fields(Shape)})
+    _check_start(a, shape.given())
+    parent = open_folder(a.parent) if a.parent else None
     if a.parent:
         check_drafter(a.parent, shards)
         model = load_drafter(a.parent, target.embed_VH)
+        if a.vocab:
+            check_vocab(model.vocab, a.parent, a.vocab, a.target)
     else:
         vocab = DraftVocab.load(a.vocab)
         if vocab.target_vocab_size != len(target.embed_VH):
@@ -143,40 +201,44 @@ def run_train(arguments: argparse.Namespace) -> int:
                 f"{a.vocab} is over a target vocabulary of {vocab.target_vocab_size:,}, {a.target} has "
                 f"{len(target.embed_VH):,}: build it for this target."
             )
-        shape = Shape(a.heads, a.kv_heads, a.head_dim, a.intermediate)
         model = new_drafter(drafter_config(target, shards.manifest["layer_ids"], vocab, shape), vocab, target, a.seed)
     documents = Documents(shards, target, a.held_share, a.max_length, a.out)
     fresh = not (a.out / "checkpoint.safetensors").exists()
+    checked = None
+    if fresh:
+        check_teacher(documents, target)
+    if fresh and parent:
+        for line in differences(model.config, target):
+            say(f"{a.parent} keeps its own {line}")
+        checked = check_before(parent, model, documents, shards, target, a.probe, a.remapped_from)
+        say(checked.sentence())
     if fresh and not a.parent:
         say(f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents")
+    defaults = FINETUNE if a.parent else SCRATCH
     options = Options(
         steps=a.steps,
         epochs=a.epochs,
         minutes=a.minutes,
-        ttt_steps=a.ttt_steps,
-        curriculum=not a.no_curriculum,
+        curriculum=not a.parent if a.curriculum is None else a.curriculum,
         batch_tokens=a.batch_tokens,
-        lr=a.lr,
         min_lr=a.min_lr,
-        warmup=a.warmup,
         weight_decay=a.weight_decay,
-        clip=a.clip,
         decay=a.decay,
         user_weight=a.user_weight,
-        head_from=a.head_from,
-        head_lr=a.head_lr,
         bf16=not a.fp32,
         seed=a.seed,
         eval_every=a.eval_every,
         eval_documents=a.eval_documents,
         patience=a.patience,
         checkpoint_minutes=a.checkpoint_minutes,
+        **defaults.options(model.config["hidden_size"], has_own_head(model, target), vars(a)),
     )
     identity = {
         "data_hash": shards.data_hash,
         "vocab_hash": model.vocab.hash,
         "target": shards.manifest["target"],
         "parent": str(a.parent) if a.parent else None,
+        "parent_sha256": parent.sha256 if parent else None,
         "held_share": a.held_share,
         "max_length": a.max_length,
     }
@@ -193,6 +255,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         "tokens": run.progress.tokens,
         "seconds": round(run.seconds(), 3),
         "first": first,
+        **({"before": {"probe": checked.probe, "remap": checked.remap}} if checked else {}),
         "best": best,
         "curve": run.curve(),
     }
@@ -201,7 +264,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         vocab_hash=model.vocab.hash,
         target=shards.manifest["target"],
         capture={key: shards.manifest[key] for key in ("layer_ids", "convention")},
-        origin=origin(a.parent, shards.data_hash),
+        origin=origin(parent, shards.data_hash),
         training=training,
     )
     export(folder, model, run.best_weights(), manifest, torch.float32 if a.export_fp32 else torch.bfloat16)
@@ -210,6 +273,19 @@ def run_train(arguments: argparse.Namespace) -> int:
     else:
         print(f"{folder}: accept_len_positions {best['accept_len_positions']:.3f} at step {best['step']}")
     return 0
+
+
+def _check_start(a: argparse.Namespace, shape: list[str]) -> None:
+    """Raises TrainingError for arguments that do not go together; `shape` are the flags of a shape that were given."""
+    from drafter.training.errors import TrainingError
+
+    if not a.parent and not a.vocab:
+        raise TrainingError("give --vocab FILE for a new drafter, or --from DIR to go on from one.")
+    if a.parent and shape:
+        raise TrainingError(f"{', '.join(shape)}: {a.parent} has its own shape, which stays: leave it out.")
+    alone = [flag for flag, value in (("--probe", a.probe), ("--remapped-from", a.remapped_from)) if value]
+    if alone and not a.parent:
+        raise TrainingError(f"{', '.join(alone)}: of a drafter that is trained on, and there is none: add --from.")
 
 
 def run_evaluate(arguments: argparse.Namespace) -> int:

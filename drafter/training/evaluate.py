@@ -95,11 +95,11 @@ def evaluate(
             waiting.append((document, answer_span(document, num_steps, shards.path)))
             tokens += len(document.input_ids)
             if tokens >= BATCH_TOKENS:
-                found.walks += _walk_batch(model, waiting, num_steps, oracle_hidden, dtype)
+                found.walks += walk_batch(model, waiting, num_steps, oracle_hidden, dtype)
                 bar.update(len(waiting))
                 waiting, tokens = [], 0
         if waiting:
-            found.walks += _walk_batch(model, waiting, num_steps, oracle_hidden, dtype)
+            found.walks += walk_batch(model, waiting, num_steps, oracle_hidden, dtype)
             bar.update(len(waiting))
     if not found.walks:
         raise TrainingError("there is no document to walk: capture some greedy answers first.")
@@ -162,13 +162,14 @@ def walk(text: list[int], guesses: list[list[int]], start: int, stop: int) -> li
     return histogram
 
 
-def _walk_batch(
+def walk_batch(
     model: Eagle3,
     documents: list[tuple[Document, tuple[int, int]]],
     num_steps: int,
     oracle_hidden: bool,
     dtype: torch.dtype,
 ) -> list[Walk]:
+    """Walk documents of one answer each, [start, stop), packed together; each reaches `num_steps` tokens past it."""
     lengths = [len(document.input_ids) for document, _ in documents]
     offsets = np.cumsum([0, *lengths])
     ahead = num_steps - 1 if oracle_hidden else 0  # an oracle's step k is the first step of the row k further on

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafter.checkpoint.folder import DrafterFolder
 from drafter.checkpoint.manifest import Manifest, write_folder
 from drafter.data.tensorfile import to_bf16
 from drafter.report import command
@@ -31,7 +32,7 @@ def export(
     write_folder(folder, config, tensors | {"d2t": model.vocab.d2t, "t2d": model.vocab.t2d}, manifest)
 
 
-def origin(parent: Path | None, data_hash: str) -> dict[str, Any]:
+def origin(parent: DrafterFolder | None, data_hash: str) -> dict[str, Any]:
     """Where a drafter that this process trains comes from; `parent` is the one it went on from."""
     try:
         here = Path(__file__).parent
@@ -42,7 +43,8 @@ def origin(parent: Path | None, data_hash: str) -> dict[str, Any]:
         git = ""  # an installed package is in no repository
     return {
         "kind": "finetune" if parent else "scratch",
-        "parent": parent.name if parent else None,
+        "parent": parent.path.absolute().name if parent else None,
+        "parent_sha256": parent.sha256 if parent else None,
         "command": command(),
         "data_hash": data_hash,
         "git": git,

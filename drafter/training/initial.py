@@ -1,11 +1,10 @@
-"""A new drafter before its first step: a shape for the target, the target's head and norm, and a fitted fc.
+"""A new drafter before its first step: the target's head and norm, and a fitted fc.
 
 H hidden, A what the target hands over (n_aux H), M rows of the fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,43 +18,6 @@ from drafter.training.target import Target
 
 FIT_ROWS = 20_000
 RIDGE = 1e-4  # of the mean square of a feature
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes that a drafter may choose freely; None takes the target's. Its key heads need not be the target's."""
-
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate: int | None = None
-
-
-def drafter_config(target: Target, layer_ids: list[int], vocab: DraftVocab, shape: Shape) -> dict[str, Any]:
-    """config.json of a new drafter. `layer_ids` are the engine's own, as `eagle_config` holds them."""
-    t = target.config
-    heads = shape.heads or t["num_attention_heads"]
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": len(target.embed_VH),
-        "draft_vocab_size": len(vocab.target_ids),
-        "hidden_size": t["hidden_size"],
-        "intermediate_size": shape.intermediate or t["intermediate_size"],
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": shape.kv_heads or heads,
-        "head_dim": shape.head_dim or t.get("head_dim") or t["hidden_size"] // t["num_attention_heads"],
-        "hidden_act": "silu",
-        "rms_norm_eps": t["rms_norm_eps"],
-        "rope_theta": target.rope_theta,
-        "max_position_embeddings": t["max_position_embeddings"],
-        "bos_token_id": t.get("bos_token_id"),
-        "eos_token_id": t.get("eos_token_id"),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
-    }
 
 
 def new_drafter(config: dict[str, Any], vocab: DraftVocab, target: Target, seed: int) -> Eagle3:
@@ -75,6 +37,11 @@ def new_drafter(config: dict[str, Any], vocab: DraftVocab, target: Target, seed:
         model.norm.weight.copy_(target.norm_H)
         model.lm_head.weight.copy_(target.head_VH[model.target_ids_U])
     return model
+
+
+def has_own_head(model: Eagle3, target: Target) -> bool:
+    """Whether lm_head is the target's own rows, as a new drafter's is."""
+    return torch.equal(model.lm_head.weight, target.head_VH[model.target_ids_U].to(model.lm_head.weight.dtype))
 
 
 def fit_fc(model: Eagle3, documents: Documents, seed: int) -> float:

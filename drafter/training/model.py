@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter `LlamaForCausalLMEagle3` as SGLang 0.5.23 computes it, trainable, over packed documents.
+"""The EAGLE-3 drafter as SGLang 0.5.23 computes it, trainable, over packed documents: both of its styles.
 
 P packed rows (all documents one after another), R query rows among them, B documents, S key rows and Q query rows of
 the longest document, N query heads, G key heads, D head width, H hidden, A what the target hands over (n_aux H),
@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from drafter.checkpoint import shapes
 from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.training.attention import Layout, attend
 from drafter.training.errors import TrainingError
+from drafter.training.latent import LatentAttention
+from drafter.training.rotary import Rotary, rotary_of, rotate, turns
 
 # What SGLang would compute differently from this file; a config that sets one of them is refused.
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "rope_scaling", "attention_bias")
+UNSUPPORTED = ("norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "bias", "attention_bias")
 
 
 @dataclass
@@ -38,16 +41,33 @@ class Memory:
 
 
 class SelfAttention(nn.Module):
-    """Projections of a drafter's attention, by their checkpoint names."""
+    """Grouped-query attention of `LlamaForCausalLMEagle3`: projections by their checkpoint names."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         hidden, width = config["hidden_size"], config["head_dim"]
+        self.width = width
         heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
         self.q_proj = nn.Linear(2 * hidden, heads * width, bias=False)
         self.k_proj = nn.Linear(2 * hidden, groups * width, bias=False)
         self.v_proj = nn.Linear(2 * hidden, groups * width, bias=False)
         self.o_proj = nn.Linear(heads * width, hidden, bias=False)
+
+    def queries(self, x_RX: Tensor, turn_2RD: Tensor) -> Tensor:
+        """[R, N, D], turned."""
+        return rotate(self._heads(self.q_proj(x_RX)), turn_2RD)
+
+    def keys_values(self, x_RX: Tensor, turn_2RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, turned, and values, both [R, G, D]."""
+        return rotate(self._heads(self.k_proj(x_RX)), turn_2RD), self._heads(self.v_proj(x_RX))
+
+    def output(self, seen_RND: Tensor) -> Tensor:
+        """What is added to the residual, [R, H]."""
+        out: Tensor = self.o_proj(seen_RND.flatten(1))
+        return out
+
+    def _heads(self, x_RX: Tensor) -> Tensor:
+        return x_RX.unflatten(-1, (-1, self.width))
 
 
 class Mlp(nn.Module):
@@ -67,13 +87,14 @@ class Mlp(nn.Module):
 class MidLayer(nn.Module):
     """The one decoder layer."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], rotary: Rotary) -> None:
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         self.input_layernorm = nn.RMSNorm(hidden, eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
-        self.self_attn = SelfAttention(config)
+        latent = config["architectures"][0] == shapes.MLA
+        self.self_attn = LatentAttention(config, rotary.score) if latent else SelfAttention(config)
         self.mlp = Mlp(hidden, config["intermediate_size"])
 
 
@@ -82,7 +103,6 @@ class Eagle3(nn.Module):
 
     target_ids_U: Tensor
     embed_VH: Tensor
-    frequency_F: Tensor
 
     def __init__(self, config: dict[str, Any], vocab: DraftVocab, embed_VH: Tensor) -> None:
         """Raises TrainingError for a config that SGLang would compute otherwise."""
@@ -92,14 +112,12 @@ class Eagle3(nn.Module):
         self.vocab = vocab
         hidden, aux = config["hidden_size"], len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         self.fc = nn.Linear(aux * hidden, hidden, bias=False)
-        self.midlayer = MidLayer(config)
+        self.rotary = rotary_of(config)
+        self.midlayer = MidLayer(config, self.rotary)
         self.norm = nn.RMSNorm(hidden, config["rms_norm_eps"])
         self.lm_head = nn.Linear(hidden, len(vocab.target_ids), bias=False)
-        width = config["head_dim"]
         self.register_buffer("embed_VH", embed_VH, persistent=False)
         self.register_buffer("target_ids_U", torch.from_numpy(vocab.target_ids), persistent=False)
-        frequency_F = config["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-        self.register_buffer("frequency_F", frequency_F, persistent=False)
 
     def first(self, aux_PA: Tensor, tokens_P: Tensor, layout: Layout) -> tuple[Tensor, Memory]:
         """Step 0: (output [R, H] before the final norm, what later steps attend to).
@@ -108,26 +126,24 @@ class Eagle3(nn.Module):
         """
         fused_PH = self.fc(aux_PA)
         x_PX = self._input(fused_PH, tokens_P)
-        attention, turn_2PD = self.midlayer.self_attn, self._turn(layout.position_P)
-        k_PGD = rotate(self._heads(attention.k_proj(x_PX)), turn_2PD)
-        v_PGD = self._heads(attention.v_proj(x_PX))
+        attention, turn_2PD = self.midlayer.self_attn, turns(self.rotary, layout.position_P)
+        k_PGD, v_PGD = attention.keys_values(x_PX, turn_2PD)
         memory = Memory(layout, layout.pad_keys(k_PGD), layout.pad_keys(v_PGD), [], [])
         fused_RH, x_RX = fused_PH, x_PX
         if len(layout.query_R) < len(tokens_P):
             fused_RH, x_RX, turn_2PD = fused_PH[layout.query_R], x_PX[layout.query_R], turn_2PD[:, layout.query_R]
-        q_RND = rotate(self._heads(attention.q_proj(x_RX)), turn_2PD)
-        return self._rest(fused_RH, q_RND, memory), memory
+        return self._rest(fused_RH, attention.queries(x_RX, turn_2PD), memory), memory
 
     def later(self, hidden_RH: Tensor, tokens_R: Tensor, memory: Memory) -> Tensor:
         """The next step of every query row, fed with its own output: the output [R, H] before the final norm."""
         layout = memory.layout
         x_RX = self._input(hidden_RH, tokens_R)
-        turn_2RD = self._turn(layout.position_P[layout.query_R] + len(memory.k_RGD) + 1)
+        turn_2RD = turns(self.rotary, layout.position_P[layout.query_R] + len(memory.k_RGD) + 1)
         attention = self.midlayer.self_attn
-        memory.k_RGD.append(rotate(self._heads(attention.k_proj(x_RX)), turn_2RD))
-        memory.v_RGD.append(self._heads(attention.v_proj(x_RX)))
-        q_RND = rotate(self._heads(attention.q_proj(x_RX)), turn_2RD)
-        return self._rest(hidden_RH, q_RND, memory)
+        k_RGD, v_RGD = attention.keys_values(x_RX, turn_2RD)
+        memory.k_RGD.append(k_RGD)
+        memory.v_RGD.append(v_RGD)
+        return self._rest(hidden_RH, attention.queries(x_RX, turn_2RD), memory)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Draft logits [R, U]."""
@@ -140,23 +156,8 @@ class Eagle3(nn.Module):
 
     def _rest(self, hidden_RH: Tensor, q_RND: Tensor, memory: Memory) -> Tensor:
         seen_RND = attend(q_RND, memory.k_BGSD, memory.v_BGSD, memory.layout, memory.k_RGD, memory.v_RGD)
-        hidden_RH = hidden_RH.float() + self.midlayer.self_attn.o_proj(seen_RND.flatten(1))
+        hidden_RH = hidden_RH.float() + self.midlayer.self_attn.output(seen_RND)
         return hidden_RH + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden_RH))
-
-    def _heads(self, x_RX: Tensor) -> Tensor:
-        return x_RX.unflatten(-1, (-1, self.config["head_dim"]))
-
-    def _turn(self, position_R: Tensor) -> Tensor:
-        angle_RF = position_R[:, None] * self.frequency_F
-        angle_RD = torch.cat([angle_RF, angle_RF], dim=-1)
-        return torch.stack([angle_RD.cos(), angle_RD.sin()])
-
-
-def rotate(x_RND: Tensor, turn_2RD: Tensor) -> Tensor:
-    """Rotary embedding of pairs (i, i + D/2), Llama's layout; `turn_2RD` holds each row's cosines, then sines."""
-    low, high = x_RND.chunk(2, dim=-1)
-    swapped_RND = torch.cat([-high, low], dim=-1)
-    return (x_RND * turn_2RD[0, :, None] + swapped_RND * turn_2RD[1, :, None]).to(x_RND.dtype)
 
 
 def check_config(config: dict[str, Any]) -> None:
@@ -164,15 +165,23 @@ def check_config(config: dict[str, Any]) -> None:
     set_keys = [key for key in UNSUPPORTED if config.get(key) or (config.get("eagle_config") or {}).get(key)]
     wanted = {"num_hidden_layers": 1, "hidden_act": "silu", "target_hidden_size": config["hidden_size"]}
     set_keys += [key for key, value in wanted.items() if config.get(key, value) != value]
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
+    if config.get("architectures") not in ([shapes.LLAMA], [shapes.MLA]):
         set_keys.append("architectures")
+    latent = config.get("architectures") == [shapes.MLA]
+    if latent and config.get("rope_interleave", True) is not True:
+        set_keys.append("rope_interleave")
     if set_keys:
         found = ", ".join(f"{key} = {config.get(key)!r}" for key in set_keys)
         raise TrainingError(
-            f"this drafter has {found}, which the trainer does not compute: it trains LlamaForCausalLMEagle3 of one "
-            "layer without extra norms. Convert the drafter, or train a new one."
+            f"this drafter has {found}, which the trainer does not compute: it trains {shapes.LLAMA} and {shapes.MLA} "
+            "of one layer without extra norms. Convert the drafter, or train a new one."
         )
-    if config["num_attention_heads"] % config["num_key_value_heads"]:
+    if latent and config["v_head_dim"] > config["qk_nope_head_dim"] + config["qk_rope_head_dim"]:
+        raise TrainingError(
+            f"v_head_dim {config['v_head_dim']} is more than a key's width (qk_nope_head_dim + qk_rope_head_dim): "
+            "choose one of no more."
+        )
+    if not latent and config["num_attention_heads"] % config["num_key_value_heads"]:
         raise TrainingError(
             f"num_attention_heads {config['num_attention_heads']} is no multiple of num_key_value_heads "
             f"{config['num_key_value_heads']}: choose a divisor."
@@ -191,12 +200,15 @@ def load_drafter(folder: Path, embed_VH: Tensor) -> Eagle3:
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+    if shapes.shares_head(read.config):
+        raise TrainingError(f"drafter {folder} shares its target's head and has none to train: train a new one.")
     rows = len(weights["lm_head.weight"])
     d2t = weights.pop("d2t", torch.zeros(rows, dtype=torch.int64)).numpy()
     t2d = weights.pop("t2d", None)
     vocab = DraftVocab.from_tensors(d2t, None if t2d is None else t2d.numpy(), len(embed_VH))
-    config = {"rope_theta": (read.config.get("rope_parameters") or {}).get("rope_theta", 10000.0)} | read.config
-    config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config = dict(read.config)
+    if read.architecture == shapes.LLAMA:
+        config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     model = Eagle3(config, vocab, embed_VH)
     weights.pop("embed_tokens.weight", None)  # SGLang puts the target's in its place
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}

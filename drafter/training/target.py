@@ -1,4 +1,4 @@
-"""What training needs of a target: its embedding, lm_head, final norm and rotary base, read straight from its folder.
+"""What training needs of a target: its config, embedding, lm_head and final norm, read straight from its folder.
 
 No model is built. V target vocabulary, H hidden, M rows.
 """
@@ -30,13 +30,6 @@ class Target:
     embed_VH: Tensor
     head_VH: Tensor
     norm_H: Tensor
-
-    @property
-    def rope_theta(self) -> float:
-        """The rotary base, from either place that config.json keeps it in."""
-        return float(
-            self.config.get("rope_theta") or (self.config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-        )
 
 
 def load_target(folder: Path) -> Target:

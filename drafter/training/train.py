@@ -34,9 +34,9 @@ class Options:
     """How to train. The budget is the first of `steps`, `epochs` and `minutes` that is given.
 
     ttt_steps: draft steps trained, reached from 1 in equal parts of the run where `curriculum`. lr falls by a cosine
-    to `min_lr` of itself after `warmup` steps. user_weight: weight of tokens that were not generated in the loss.
-    head_from: share of the run after which lm_head learns too, at `head_lr` of the rate (0 always, 1 never).
-    patience: evaluations without a better accept_len_positions before the run stops (0: never).
+    to `min_lr` of itself after `warmup`: steps, or below 1 a share of the run. user_weight: weight of tokens that were
+    not generated in the loss. head_from: share of the run after which lm_head learns too, at `head_lr` of the rate (0
+    always, 1 never). patience: evaluations without a better accept_len_positions before the run stops (0: never).
     """
 
     steps: int | None = None
@@ -47,7 +47,7 @@ class Options:
     batch_tokens: int = 1000
     lr: float = 3e-3
     min_lr: float = 0.03
-    warmup: int = 20
+    warmup: float = 20
     weight_decay: float = 0.0
     clip: float = 1.0
     decay: float = 0.8
@@ -74,6 +74,8 @@ class Options:
     def rate(self, step: int, progress: float) -> float:
         """Learning rate of a step."""
         cosine = self.min_lr + (1 - self.min_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+        if 0 < self.warmup < 1:
+            return self.lr * cosine * min(1.0, progress / self.warmup + 0.1)  # the first step is not for nothing
         return self.lr * cosine * min(1.0, (step + 1) / max(1, self.warmup))
 
 

@@ -25,6 +25,11 @@ def llama() -> TinyPair:
 
 
 @pytest.fixture(scope="session")
+def kimi() -> TinyPair:
+    return build("kimi")
+
+
+@pytest.fixture(scope="session")
 def tongue() -> Language:
     return language.build(tokenizer.train(), SEED)
 
@@ -47,3 +52,10 @@ def spoken(llama, tongue) -> list[Document]:
     generator = torch.Generator().manual_seed(12)
     texts = tongue.sample(160, 40, generator, surprise=0.1).tolist()
     return captured(llama, texts, [(8, 40 - n % 7) for n in range(len(texts))])
+
+
+@pytest.fixture(scope="session")
+def kimi_spoken(kimi, tongue) -> list[Document]:
+    """Some short sampled texts of the tiny Kimi."""
+    texts = tongue.sample(40, 40, torch.Generator().manual_seed(12), surprise=0.1).tolist()
+    return captured(kimi, texts, [(8, 40 - n % 7) for n in range(len(texts))])

@@ -4,13 +4,16 @@ import torch
 
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.training.model import Eagle3
-from tests.tiny.drafters import mha_config, shapes
+from tests.tiny.drafters import mha_config, mla_config, shapes
 from tests.tiny.eagle import Drafter
 
 V, U, H = 512, 200, 64
 
 
 def config(groups: int) -> dict:
+    """Of `groups` key heads; 0: latent attention, with values narrower than keys."""
+    if not groups:
+        return mla_config([0, 1, 2]) | {"draft_vocab_size": U, "v_head_dim": 24, "qk_nope_head_dim": 12}
     return mha_config([0, 1, 2]) | {"num_key_value_heads": groups, "draft_vocab_size": U}
 
 

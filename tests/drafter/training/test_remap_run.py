@@ -15,9 +15,10 @@ from drafter.checkpoint.maps import read_map
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import open_shards
 from drafter.training.documents import Documents
-from drafter.training.initial import Shape, drafter_config, new_drafter
+from drafter.training.initial import new_drafter
 from drafter.training.model import Eagle3
 from drafter.training.runstate import Progress, load_run, load_tensors, save_run, save_tensors
+from drafter.training.shape import Shape, drafter_config
 from drafter.training.target import load_target
 from drafter.training.train import Options, Run
 from tests.drafter.training.random_drafter import H, V, config, drafter

@@ -15,8 +15,9 @@ from drafter.data.shards import ShardError, open_shards
 from drafter.training.cli import add_evaluate, add_train
 from drafter.training.documents import Documents, split_fraction
 from drafter.training.errors import TrainingError
-from drafter.training.initial import Shape, drafter_config, fit_fc, new_drafter
+from drafter.training.initial import fit_fc, new_drafter
 from drafter.training.model import load_drafter
+from drafter.training.shape import Shape, drafter_config
 from drafter.training.target import load_target
 from drafter.training.train import Options, Run
 from tests.drafter.training.shard_folder import write_shards
