@@ -63,9 +63,16 @@ class Conversation:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":"))
 
 
-def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations of a file, which may be gzipped. Raises ConversationError at the first bad line."""
-    for number, line in _lines(path):
+def read_conversations(path: Path, size: int | None = None) -> Iterator[Conversation]:
+    """Yield the conversations of a file, which may be gzipped; of its first `size` bytes alone where that is given.
+
+    Raises ConversationError at the first bad line.
+    """
+    read = 0
+    for number, line in text_lines(path):
+        read += len(line.encode())
+        if size is not None and read > size:
+            return
         yield parse_line(line, f"{path}:{number}", f"{path.stem}/{number}")
 
 
@@ -112,7 +119,8 @@ def parse_line(line: str, where: str, default_id: str) -> Conversation:
     return Conversation(str(row.get("id", default_id)), messages, ids["input_ids"], ids["output_ids"], meta, where)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line that is not blank. Raises ConversationError."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as stream:
