@@ -30,6 +30,7 @@ SERVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kimi-mha-chain": ("kimi", "mha_noised_a", CHAIN),
     "kimi-tree": ("kimi", "mla_noised_a", TREE),
     "kimi-ngram": ("kimi", "ngram", {}),
+    "kimi-tp2": ("kimi", "mla_noised_a", {**CHAIN, "tp": 2}),
 }
 CAPTURING = ("llama-capture", "llama-chunked", "kimi-capture", "kimi-serving")
 

@@ -27,6 +27,7 @@ PROMPTS = 60
 TOKENS = 48
 CONCURRENCY = 12
 SENTENCE = "the eagle hunts over water and sees a fish then it dives holds turns lands feeds its young in spring"
+SLOW = {"kimi-tp2": 16}  # prompts of an engine that is slow here: two ranks meet twice a layer, perhaps on one core
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,10 @@ def _answer(text: str, extension: dict[str, Any], usage: dict[str, Any]) -> Answ
     return Answer(tuple(flat), text, extension.get("spec_tokens_details"), usage)
 
 
-def ask_all(gateway: Gateway, engine: Engine, stream: bool) -> list[Answer]:
+def ask_all(gateway: Gateway, engine: Engine, stream: bool, count: int = PROMPTS) -> list[Answer]:
     with ThreadPoolExecutor(CONCURRENCY) as threads:
-        return list(threads.map(lambda prompt: ask(gateway.url, engine.served_name, prompt, stream), prompts()))
+        asked = prompts()[:count]
+        return list(threads.map(lambda prompt: ask(gateway.url, engine.served_name, prompt, stream), asked))
 
 
 def gateway_before(engine: Engine) -> Gateway:
@@ -130,13 +132,13 @@ def test_plain_answers_are_the_same_streamed(served: Served, plain_answers: Call
     assert len(plain_answers(served.name)) == PROMPTS
 
 
-@on("llama-chain", "llama-tree", "llama-ngram", "kimi-chain", "kimi-mha-chain", "kimi-tree", "kimi-ngram")
+@on("llama-chain", "llama-tree", "llama-ngram", "kimi-chain", "kimi-mha-chain", "kimi-tree", "kimi-ngram", "kimi-tp2")
 def test_greedy_output_is_unchanged(served: Served, plain_answers: Callable[[str], list[Answer]]) -> None:
     wanted = plain_answers(served.pair.name)
     engine = served.engine
-    gateway = gateway_before(engine)
+    gateway, count = gateway_before(engine), SLOW.get(served.name, PROMPTS)
     try:
-        answers = [answer for stream in (False, True) for answer in ask_all(gateway, engine, stream)]
+        answers = [answer for stream in (False, True) for answer in ask_all(gateway, engine, stream, count)]
         counted = {
             name: gateway.metric(f"eyas_spec_{name}_total")
             for name in ("verify_steps", "accepted_tokens", "draft_tokens", "unreported_requests")
@@ -148,14 +150,14 @@ def test_greedy_output_is_unchanged(served: Served, plain_answers: Callable[[str
         gateway.stop()
 
     for number, answer in enumerate(answers):
-        want = wanted[number % PROMPTS]
-        assert answer.ids == want.ids, f"prompt {number % PROMPTS}"
+        want = wanted[number % count]
+        assert answer.ids == want.ids, f"prompt {number % count}"
         assert answer.text == want.text
         assert answer.usage["completion_tokens"] == TOKENS == len(answer.ids)
         check_identities(answer)
 
     histograms = [answer.details["spec_correct_drafts_histogram"] for answer in answers if answer.details]
-    assert len(histograms) == 2 * PROMPTS
+    assert len(histograms) == 2 * count
     total = add_histograms(histograms)
     assert counted["unreported_requests"] == 0
     assert counted["verify_steps"] == verify_steps(total)
