@@ -1,4 +1,4 @@
-"""python -m server serve|engine|plan."""
+"""python -m server serve|engine|plan|check-engine|engine-keys."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""The command line of the serving rooms: serve, engine, plan."""
+"""The command line of the serving rooms: serve, engine, plan, check-engine, engine-keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from drafter.arguments import whole
 from drafter.settings import read_settings
+from server import check_engine
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
-from server.launch import check_drafter, resolve_drafter
+from server.enginekeys import EngineKeys, read_keys, write_new_keys
+from server.launch import Place, check_drafter, resolve_drafter
 from server.plan import make_plan, render_plan
+from server.remote import serve_remote
 from server.serve import serve
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXAMPLES = """examples:
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml
@@ -23,7 +31,9 @@ EXAMPLES = """examples:
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --capture /tmp/capture
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter none -- \\
       python -m drafter generate --url {url} --key-file {key_file} …
+  python -m server serve --profile FILE --engine-url http://127.0.0.1:30000 --engine-keys keys.json
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
+  python -m server check-engine
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
 """
@@ -64,7 +74,25 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--port", type=_port, metavar="N", help="port to listen on (default: the profile's, 8000)"
             )
+            command.add_argument(
+                "--engine-url",
+                metavar="URL",
+                help="start no engine: serve before this one (`python -m server engine`, or SGLang's own server)",
+            )
+            command.add_argument(
+                "--engine-keys", type=Path, metavar="FILE", help="the key file of the engine at --engine-url"
+            )
         if name == "engine":
+            command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+            command.add_argument(
+                "--keys", type=Path, metavar="FILE", help="a file of `engine-keys` (default: new keys at each start)"
+            )
+            command.add_argument(
+                "--node-rank", type=whole(0), default=0, metavar="N", help="which machine of several this is, from 0"
+            )
+            command.add_argument(
+                "--coordinator", metavar="HOST:PORT", help="where the machines of one engine meet: on machine 0"
+            )
             command.add_argument(
                 "--port", type=_port, metavar="N", help="port of 127.0.0.1 for the engine (default: a free one)"
             )
@@ -84,7 +112,24 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+    _add_check(commands)
+    _add_keys(commands)
     return top
+
+
+def _add_check(commands: Subparsers) -> None:
+    text = "whether the installed SGLang still has all that Eyas hooks, patches, asks and reads: before an upgrade"
+    command = commands.add_parser("check-engine", help=text, description=text)
+    command.add_argument(
+        "--sglang", type=Path, metavar="DIR", help="the package's folder (default: the one of this environment)"
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+
+
+def _add_keys(commands: Subparsers) -> None:
+    text = "make a key file for an engine and its gateways"
+    command = commands.add_parser("engine-keys", help=text, description=text)
+    command.add_argument("file", type=Path, metavar="FILE")
 
 
 def _port(text: str) -> int:
@@ -98,7 +143,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = commands.parse_args(argv)
     if arguments.command == "engine" and arguments.capture and arguments.drafter:
         commands.error("--capture loads no drafter: leave --drafter out")
+    if arguments.command == "serve" and arguments.engine_url and arguments.drafter:
+        commands.error("--drafter is for an engine that is started here: the one at --engine-url has its own")
+    if arguments.command == "serve" and arguments.engine_keys and not arguments.engine_url:
+        commands.error("--engine-keys is for --engine-url: an engine that is started here gets keys of its own")
     try:
+        if arguments.command == "check-engine":
+            return check_engine.run(arguments.sglang, as_json=arguments.json)
+        if arguments.command == "engine-keys":
+            write_new_keys(arguments.file)
+            return 0
         if arguments.command == "plan":
             profile = load_profile(arguments.profile)
             drafter = resolve_drafter(profile, arguments.drafter)
@@ -112,12 +166,17 @@ def main(argv: list[str] | None = None) -> int:
                 "none" if arguments.capture else arguments.drafter,
                 port=arguments.port,
                 capture_dir=arguments.capture,
+                keys=read_keys(arguments.keys) if arguments.keys else None,
+                place=Place(arguments.host, arguments.node_rank, arguments.coordinator),
                 force=arguments.force,
             )
             return run_engine(engine, arguments.command_beside)
         read_settings()  # a variable that cannot be meant is told before anything starts
         version = importlib.metadata.version("eyas")
         profile = load_profile(arguments.profile)
+        if arguments.engine_url:
+            keys = read_keys(arguments.engine_keys) if arguments.engine_keys else EngineKeys("", "")
+            return serve_remote(profile, arguments.engine_url, keys, arguments.host, arguments.port, version)
         return serve(profile, arguments.drafter, arguments.host, arguments.port, version, arguments.force)
     except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's
         print(f"eyas: {error}", file=sys.stderr)

@@ -219,7 +219,10 @@ class DrafterTable(Table):
 
 
 class GatewayTable(Table):
-    """Where the gateway listens and what it lets in. Times in seconds, sizes in bytes."""
+    """Where the gateway listens and what it lets in. Times in seconds, sizes in bytes.
+
+    `drain_s`: how long open answers may go on once the gateway was told to stop.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -228,6 +231,7 @@ class GatewayTable(Table):
     prefill_timeout_s: Seconds = 600.0
     decode_timeout_s: Seconds = 120.0
     heartbeat_after_s: Seconds = 10.0
+    drain_s: Seconds = 3.0
 
 
 class CaptureTable(Table):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -23,7 +24,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
-import orjson
 import psutil
 
 from drafter.data.spool import SpoolError
@@ -31,9 +31,11 @@ from drafter.settings import read_settings
 from server import guard, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
+from server.enginekeys import EngineKeys, new_keys
 from server.launch import (
     ActiveDrafter,
     CapturePlan,
+    Place,
     build_launch,
     changed_arguments,
     check_drafter,
@@ -81,6 +83,8 @@ class Engine:
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
+    keys: the engine's keys (default: new ones). place: where it listens, and which of an engine's machines this is; one
+    above 0 answers no requests, so it is ready when its weights are loaded.
     force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
 
@@ -99,9 +103,13 @@ class Engine:
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
+        keys: EngineKeys | None = None,
+        place: Place | None = None,
         force: Collection[str] = (),
     ) -> None:
         self.profile = profile
+        self.place = place or Place()
+        self.place.check(profile.engine.nodes)
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
@@ -116,8 +124,7 @@ class Engine:
         self.version = ""
         self.argv: list[str] = []
         self.resolved: dict[str, Any] = {}
-        self.api_key = secrets.token_hex(24)
-        self.admin_key = secrets.token_hex(24)
+        self.keys = keys or new_keys()
         self.on_end: Callable[[Engine], None] | None = None
         self._force = frozenset(force)
         self._simulate_accept_len = simulate_accept_len
@@ -129,7 +136,16 @@ class Engine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        """Where this machine reaches it."""
+        return f"http://{loopback_of(self.place.host)}:{self._port}"
+
+    @property
+    def api_key(self) -> str:
+        return self.keys.api
+
+    @property
+    def admin_key(self) -> str:
+        return self.keys.admin
 
     @property
     def headers(self) -> dict[str, str]:
@@ -180,10 +196,13 @@ class Engine:
         say = progress or (lambda _: None)
         try:
             self._spawn()
-            self._wait_ready(say)
-            self._compare()
-            self._check_capture()
-            self._probe(say)
+            with httpx.Client(timeout=10.0, trust_env=False) as client:
+                self._wait_ready(client, say)
+                if self.place.rank == 0:
+                    self._ask(client, say)
+                    self._compare()
+                    self._check_capture()
+                    self._probe(say)
         except BaseException:
             self.stop()
             raise
@@ -229,14 +248,14 @@ class Engine:
     def _spawn(self) -> None:
         if self._port is None:
             self._port = free_port()
-        elif not port_is_free("127.0.0.1", self._port):
+        elif not port_is_free(self.place.host, self._port):
             raise EngineError(f"port {self._port} is taken: stop what listens there, or choose another port.")
         if self._run_dir is None:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self._run_dir = read_settings().runs / f"engine-{stamp}-{secrets.token_hex(3)}"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write_private(self.key_file, orjson.dumps({"api-key": self.api_key, "admin-api-key": self.admin_key}))
+            _write_private(self.key_file, self.keys.document)
             _write_private(self.log_file, b"")
         except OSError as error:
             raise EngineError(
@@ -248,7 +267,12 @@ class Engine:
             except SpoolError as error:
                 raise EngineError(str(error)) from None
         launch = build_launch(
-            self.profile, self.drafter, port=self._port, config_file=str(self.key_file), capture=self.capture
+            self.profile,
+            self.drafter,
+            port=self._port,
+            config_file=str(self.key_file),
+            capture=self.capture,
+            place=self.place,
         )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
@@ -264,34 +288,38 @@ class Engine:
             )
         self.state = "starting"
 
-    def _wait_ready(self, say: Progress) -> None:
+    def _wait_ready(self, client: httpx.Client, say: Progress) -> None:
         timeout = self.profile.engine.start_timeout_s
         deadline = time.monotonic() + timeout
+        # A machine above 0 has no server of its own but for this one route, once its weights are loaded.
+        route = "/ready" if self.place.rank == 0 else "/health"
         stage = "starting the process"
         say(stage)
-        with httpx.Client(timeout=10.0, trust_env=False) as client:
-            while True:
-                self._check_alive(stage)
-                if time.monotonic() > deadline:
-                    raise self._failure(
-                        f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
-                    )
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/ready").status_code == httpx.codes.OK:
-                        break
-                log = self.log_file.read_text(errors="replace")
-                if PORT_LOST.search(log):
-                    raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
-                reached = next((name for pattern, name in reversed(STAGES) if pattern.search(log)), stage)
-                if reached != stage:
-                    stage = reached
-                    say(stage)
-                if self._stopping.wait(POLL_S):
-                    raise EngineError("the engine was stopped while it started.")
-            say("generating one token")
-            self._generate_one(client, deadline - time.monotonic())
-            info = client.get(f"{self.url}/server_info", headers=self.headers)
-            info.raise_for_status()
+        while True:
+            self._check_alive(stage)
+            if time.monotonic() > deadline:
+                raise self._failure(
+                    f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
+                )
+            with contextlib.suppress(httpx.TransportError):
+                if client.get(f"{self.url}{route}").status_code == httpx.codes.OK:
+                    return
+            log = self.log_file.read_text(errors="replace")
+            if PORT_LOST.search(log):
+                raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
+            reached = next((name for pattern, name in reversed(STAGES) if pattern.search(log)), stage)
+            if reached != stage:
+                stage = reached
+                say(stage)
+            if self._stopping.wait(POLL_S):
+                raise EngineError("the engine was stopped while it started.")
+
+    def _ask(self, client: httpx.Client, say: Progress) -> None:
+        """Its first token, and what it resolved."""
+        say("generating one token")
+        self._generate_one(client, self.profile.engine.start_timeout_s)
+        info = client.get(f"{self.url}/server_info", headers=self.headers)
+        info.raise_for_status()
         answer = info.json()
         self.resolved = {name: value for name, value in answer.items() if RESOLVED.match(name)}
         self.version = str(answer["version"])
@@ -371,7 +399,7 @@ class Engine:
     def _watch(self) -> None:
         """Until stop(): notice that the process died, or that requests run and no token comes."""
         assert self._process
-        limit = self.profile.engine.hang_timeout_s
+        limit = self.profile.engine.hang_timeout_s if self.place.rank == 0 else math.inf
         seen, since = -1.0, time.monotonic()
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while not self._stopping.wait(min(WATCH_S, limit / 4)):
@@ -429,6 +457,12 @@ def port_obstacle(host: str, port: int) -> str | None:
                 return f"port {port} of {host} needs privileges: use --port with one above 1023."
             return f"{host} is no address of this machine ({error.strerror or error}): use --host with one that is."
     return None
+
+
+def loopback_of(host: str) -> str:
+    """How this machine reaches a server that listens on `host`, as the host of a URL."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{shown}]" if ":" in shown else shown
 
 
 def port_is_free(host: str, port: int) -> bool:

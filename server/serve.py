@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -14,13 +15,12 @@ import uvicorn
 
 from server.app import create_app
 from server.arms import Arm
-from server.config import Profile, ProfileError
+from server.config import GatewayTable, Profile, ProfileError
 from server.display import StageDisplay
-from server.engine import Engine, EngineError, port_obstacle
+from server.engine import Engine, EngineError, Progress, loopback_of, port_obstacle
 from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
+from server.notify import notify, stage
 from server.plan import warned
-
-DRAIN_S = 3  # how long open streams may go on after Ctrl-C
 
 
 class Terminated(Exception):
@@ -36,12 +36,7 @@ def serve(
     force: Collection[str] = (),
 ) -> int:
     """Serve until a signal or the engine's end. `force`: checks to pass over. Returns an exit code."""
-    gateway = profile.gateway.model_copy(
-        update={"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
-    )
-    obstacle = port_obstacle(gateway.host, gateway.port)
-    if obstacle:
-        raise ProfileError(obstacle)
+    gateway = gateway_of(profile, host, port)
     chosen = resolve_drafter(profile, drafter)
     obstacle = ngram_obstacle(os.environ) if chosen.algorithm == "NGRAM" else None
     if obstacle:
@@ -49,20 +44,29 @@ def serve(
         drafter = "none"
     engine = Engine(profile, drafter, force=force)
     show_findings(engine)
-    return _Service(engine, uvicorn_config(profile, gateway.host, gateway.port), version).run()
+    return _Service(engine, uvicorn_config(gateway), version).run()
 
 
-def uvicorn_config(profile: Profile, host: str, port: int) -> uvicorn.Config:
+def gateway_of(profile: Profile, host: str | None, port: int | None) -> GatewayTable:
+    """The profile's gateway, where the command line says it listens. Raises ProfileError where it cannot."""
+    listens = {"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
+    gateway = profile.gateway.model_copy(update=listens)
+    if obstacle := port_obstacle(gateway.host, gateway.port):
+        raise ProfileError(obstacle)
+    return gateway
+
+
+def uvicorn_config(gateway: GatewayTable) -> uvicorn.Config:
     """One process; HTTP by httptools on uvloop; the application is set by the service."""
     return uvicorn.Config(
         app="",
-        host=host,
-        port=port,
+        host=gateway.host,
+        port=gateway.port,
         log_level="warning",
         access_log=False,
         lifespan="on",
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=math.ceil(gateway.drain_s),
         server_header=False,
     )
 
@@ -102,6 +106,7 @@ class _Service:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             self.arm.state = "down"
+            notify("STOPPING=1")
             if self.error is None:
                 print("eyas: stopping the engine", file=sys.stderr, flush=True)
             self.engine.stop()
@@ -113,7 +118,7 @@ class _Service:
     def _start_engine(self) -> None:
         try:
             with StageDisplay() as display:
-                self.engine.start(display)
+                self.engine.start(told(display))
                 elapsed = display.elapsed_s
         except Exception as error:  # noqa: BLE001 (whatever ends this thread must end the service, which waits for it)
             if not self.server.should_exit:
@@ -126,12 +131,23 @@ class _Service:
         self.arm.drafter = self.engine.drafter.name
         self.arm.state = "ready"
         print(ready_text(self.engine, self.server.config.host, self.server.config.port, elapsed), flush=True)
+        notify("READY=1", "STATUS=serving")
 
     def _engine_ended(self, engine: Engine) -> None:
         self.arm.state, self.arm.detail = "down", engine.detail
         tail = "\n  ".join(engine.log_tail())
         self.error = f"{engine.detail}. Its last log lines ({engine.log_file}):\n  {tail}"
         self.server.should_exit = True
+
+
+def told(display: StageDisplay) -> Progress:
+    """Each stage of a start goes to the person who waits, and to systemd where it does."""
+
+    def tell(name: str) -> None:
+        display(name)
+        stage(name)
+
+    return tell
 
 
 def show_findings(engine: Engine) -> None:
@@ -164,8 +180,7 @@ def probe_text(engine: Engine) -> list[str]:
 
 def ready_text(engine: Engine, host: str, port: int, elapsed_s: float) -> str:
     """The lines that say that it serves: URL, a curl to copy, what speculates, what is limited."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    url = f"http://{loopback_of(host)}:{port}"
     body = {
         "model": engine.served_name,
         "messages": [{"role": "user", "content": "What is an eyas?"}],

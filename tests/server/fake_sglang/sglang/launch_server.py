@@ -3,7 +3,7 @@
 FAKE_SGLANG is a list, with semicolons, of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
 change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
 no token comes), no-plugin (captures nothing), accepts:HISTOGRAM (of each answer, 0,0,9,9 unless told), no-template
-(chat is refused), no-statistics, shake:NAME=JSON (an entry of the capture's handshake).
+(chat is refused), no-statistics, worker (answers /health alone), shake:NAME=JSON (an entry of the capture's handshake).
 """
 
 import json
@@ -101,7 +101,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        if self.path == "/ready":
+        if "worker" in CUES:
+            self.answer(200 if self.path == "/health" else 404, "")
+        elif self.path == "/ready":
             self.answer(503 if "never-ready" in CUES else 200, "")
         elif self.path == "/server_info":
             self.answer(200, {**RESOLVED, "version": "0.0.fake", "internal_states": [{}]})

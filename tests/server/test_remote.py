@@ -1,0 +1,275 @@
+"""A gateway before an engine that somebody else started, key files, and what systemd is told."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.arms import Arm
+from server.cli import main
+from server.engine import Engine, free_port
+from server.enginekeys import KeyFileError, read_keys, write_new_keys
+from server.launch import LaunchError, Place, build_launch, resolve_drafter
+from server.remote import LOST_AFTER, Watch
+from tests.server.fake_engine import wait_until
+from tests.server.test_engine import FAKE, PROFILE
+from tests.server.test_serve import Served
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "profile.toml").write_text(PROFILE)
+    write_new_keys(tmp_path / "keys.json")
+    return tmp_path
+
+
+@pytest.fixture
+def start(home):
+    """Starts `python -m server …` in a folder of its own."""
+    started = []
+
+    def start(command, *argv, **options):
+        folder = home / f"run-{len(started)}"
+        folder.mkdir()
+        started.append(Served(folder, command, "--profile", str(home / "profile.toml"), *map(str, argv), **options))
+        return started[-1]
+
+    yield start
+    for served in started:
+        if served.process.poll() is None:
+            served.process.terminate()
+            served.process.wait(30)
+
+
+def test_a_gateway_before_an_engine_of_another_process(start, home):
+    port, engine_port, keys = free_port(), free_port(), home / "keys.json"
+    remote = f"http://127.0.0.1:{engine_port}"
+    gateway = start("serve", "--port", port, "--engine-url", remote, "--engine-keys", keys)
+    gateway.wait_for(f"the engine at {remote} does not answer")
+    url = f"http://127.0.0.1:{port}"
+    assert httpx.get(f"{url}/healthz").status_code == 200
+    waiting = httpx.get(f"{url}/readyz")
+    assert waiting.status_code == 503 and "does not answer" in waiting.json()["reason"]
+
+    engine = start("engine", "--port", engine_port, "--host", "127.0.0.1", "--keys", keys).wait_for("engine ready")
+    wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, timeout=10)
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert answer.status_code == 200 and answer.headers["x-eyas-drafter"] == "none"
+
+    engine.process.terminate()
+    engine.process.wait(30)
+    wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503, timeout=15)
+    assert 'eyas_engine_up{arm="default"} 0.0' in httpx.get(f"{url}/metrics").text
+    gateway.process.terminate()
+    assert gateway.process.wait(20) == 0
+    assert "Traceback" not in gateway.text + engine.text
+    for key in json.loads(keys.read_text()).values():
+        assert key not in gateway.text + engine.text
+
+
+class Answers(BaseHTTPRequestHandler):
+    """An engine that says what `info` says."""
+
+    info: object = {}
+    status = 200
+    ready = 200
+
+    def do_GET(self):
+        status, body = (self.ready, {}) if self.path == "/ready" else (self.status, self.info)
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def answering():
+    handler = type("Handler", (Answers,), {})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    handler.url = f"http://127.0.0.1:{server.server_port}"
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+INFO = {"served_model_name": "m", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/d/little-eagle"}
+
+
+def asked(url):
+    arm = Arm("a", url, "key", "admin", "m", drafter="unknown")
+    watch = Watch(arm)
+    with httpx.Client(trust_env=False) as client:
+        watch.ask(client)
+    return arm, watch
+
+
+def test_what_an_engine_says_it_is(answering):
+    for more, drafter in (
+        ({}, "little-eagle"),
+        ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}, "ngram"),
+        ({"speculative_algorithm": None, "speculative_draft_model_path": None}, "none"),
+    ):
+        answering.info = INFO | more
+        arm, _ = asked(answering.url)
+        assert (arm.state, arm.drafter) == ("ready", drafter)
+
+
+@pytest.mark.parametrize(
+    ("status", "info", "reason"),
+    [
+        (401, {}, "refuses the gateway's key"),
+        (200, INFO | {"served_model_name": "other"}, "serves 'other', the profile names 'm'"),
+        (200, {"what": "else"}, "no SGLang"),
+        (200, ["list"], "no SGLang"),
+        (500, {}, "no SGLang"),
+    ],
+)
+def test_an_engine_that_is_another(answering, status, info, reason):
+    answering.status, answering.info = status, info
+    arm, _ = asked(answering.url)
+    assert arm.state == "down" and reason in arm.detail
+
+
+def test_a_late_answer_is_not_a_death(answering):
+    answering.info = INFO
+    arm, watch = asked(answering.url)
+    arm.url = f"http://127.0.0.1:{free_port()}"
+    with httpx.Client(trust_env=False) as client:
+        for _ in range(LOST_AFTER - 1):
+            watch.ask(client)
+            assert arm.state == "ready"
+        watch.ask(client)
+    assert arm.state == "down"
+
+
+def test_an_engine_that_comes_back_says_again_what_it_is(answering):
+    answering.info = INFO
+    arm, watch = asked(answering.url)
+    with httpx.Client(trust_env=False) as client:
+        answering.ready = 503
+        watch.ask(client)
+        assert arm.state == "starting"
+        answering.ready, answering.info = 200, INFO | {"speculative_draft_model_path": "/d/other-eagle"}
+        watch.ask(client)
+    assert (arm.state, arm.drafter) == ("ready", "other-eagle")
+
+
+def test_a_key_file_is_private_and_never_overwritten(tmp_path, capsys):
+    file = tmp_path / "keys.json"
+    assert main(["engine-keys", str(file)]) == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    keys = read_keys(file)
+    assert len(keys.api) == len(keys.admin) == 48 and keys.api != keys.admin
+    assert keys.api not in repr(keys)
+    assert main(["engine-keys", str(file)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert read_keys(file) == keys
+    assert main(["engine-keys", str(tmp_path / "no" / "folder")]) == 1
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"api-key": ""}', '{"api-key": 7}'])
+def test_a_file_without_a_key(tmp_path, content):
+    (tmp_path / "keys.json").write_text(content)
+    with pytest.raises(KeyFileError, match=r"key file .*keys\.json"):
+        read_keys(tmp_path / "keys.json")
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--engine-url", "http://x", "--drafter", "none"], "--drafter is for an engine that is started here"),
+        (["--engine-keys", "k"], "--engine-keys is for --engine-url"),
+    ],
+)
+def test_arguments_that_do_not_go_together(home, capsys, argv, reason):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--profile", str(home / "profile.toml"), *argv])
+    assert ended.value.code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("nodes", "place", "reason"),
+    [
+        (1, Place(coordinator="a:1"), "runs on 1 machine .engine.nodes.: leave --coordinator out"),
+        (2, Place(), "runs on 2 machines .engine.nodes.: give --coordinator"),
+        (2, Place(rank=2, coordinator="a:1"), "--node-rank is 2, but the profile's engine has 2 machines"),
+    ],
+)
+def test_a_place_that_is_none(nodes, place, reason):
+    with pytest.raises(LaunchError, match=reason):
+        place.check(nodes)
+
+
+def test_the_machines_of_one_engine(home):
+    (home / "profile.toml").write_text(PROFILE.replace("[engine]", "[engine]\nnodes = 2"))
+    from server.config import load_profile
+
+    profile = load_profile(home / "profile.toml")
+    drafter = resolve_drafter(profile, "none")
+    for rank in (0, 1):
+        argv = build_launch(
+            profile, drafter, port=1, config_file="k.yaml", place=Place("0.0.0.0", rank, "leader:20000")
+        ).argv
+        words = " ".join(argv)
+        assert f"--nnodes 2 --node-rank {rank} --dist-init-addr leader:20000" in words and "--host 0.0.0.0" in words
+
+
+def test_a_machine_above_0_is_ready_when_its_weights_are_loaded(home, monkeypatch):
+    """It has no server but for /health: nothing is asked of it, and it ends with its process."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    monkeypatch.setenv("FAKE_SGLANG", "worker")
+    (home / "profile.toml").write_text(PROFILE.replace("[engine]", "[engine]\nnodes = 2"))
+    from server.config import load_profile
+
+    engine = Engine(
+        load_profile(home / "profile.toml"), "none", run_dir=home / "run", place=Place("127.0.0.1", 1, "127.0.0.1:1")
+    )
+    with engine:
+        assert engine.state == "ready" and engine.resolved == {}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize("command", ["serve", "engine", "remote"])
+def test_systemd_is_told(start, home, command, abstract):
+    address = f"\0eyas-test-{os.getpid()}" if abstract else str(home / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(address)
+        told.settimeout(20)
+        argv = ["--port", free_port()]
+        if command == "remote":
+            argv += ["--engine-url", "http://127.0.0.1:9"]
+        served = start("engine" if command == "engine" else "serve", *argv, NOTIFY_SOCKET=address.replace("\0", "@"))
+        lines = []
+        while "READY=1" not in lines:
+            lines += told.recv(4096).decode().split("\n")
+        if command != "remote":
+            assert "STATUS=warming up" in lines or "STATUS=generating one token" in lines
+        served.process.terminate()
+        while "STOPPING=1" not in lines:
+            lines += told.recv(4096).decode().split("\n")
+        served.process.wait(30)
+
+
+def test_a_systemd_that_has_gone_is_told(home, tmp_path):
+    """Better a unit that fails than one that waits an hour for a word that cannot come."""
+    argv = [sys.executable, "-c", "from server.notify import notify; notify('READY=1')"]
+    environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "nobody")}
+    shown = subprocess.run(argv, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert (shown.returncode == 1 and "OSError" in shown.stderr) or "FileNotFoundError" in shown.stderr
