@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from server.display import StageDisplay
 from server.engine import Engine, EngineError
 from server.notify import notify
-from server.serve import probe_text, show_findings, speculation_text, told
+from server.serve import probe_text, show_findings, speculation_text
 
 POLL_S = 0.2
 COMMAND_GRACE_S = 60.0  # for a command that has been told to end: it may be writing its state
@@ -29,7 +29,7 @@ def run_engine(engine: Engine, command: Sequence[str]) -> int:
     show_findings(engine)
     try:
         with StageDisplay() as display:
-            engine.start(told(display))
+            engine.start(display)
         notify("READY=1", "STATUS=ready")
         what = speculation_text(engine.drafter)
         if engine.capture:

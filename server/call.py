@@ -5,6 +5,8 @@ What the gateway adds is spliced into the client's own bytes, so no number or te
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,11 @@ OWN_FIELDS = ("rid", "return_spec_tokens_details", "stream_options")
 MAX_ANSWERS = 128  # of one prompt, as OpenAI's API has it
 
 
+def new_rid() -> str:
+    """An id for one attempt, of fixed length: SGLang aborts every request whose id begins with the one it is told."""
+    return secrets.token_hex(16)
+
+
 class ClientGone(Exception):
     """The client closed its connection."""
 
@@ -28,17 +35,41 @@ class ClientGone(Exception):
 class Call:
     """A request as far as the gateway must know it.
 
-    body: what the engine gets. abort_ids: the ids under which the engine can be told to stop; for n > 1 it mints its
-    own, so there are none. wants_*: what the client asked for itself. answers_one: exactly one answer comes back.
+    body: what the engine gets, with `rid` in it. wants_*: what the client asked for itself. prompts: how many a list
+    holds, None for a single one. several: more than one answer to a prompt (n > 1). structured: the answer is held to a
+    schema, a grammar or a tool's arguments. asked: the client's own fields, read only. key_id, arm_wish: the ticket's.
     """
 
     path: str
+    rid: str
     body: bytes
     stream: bool
     wants_usage: bool
     wants_details: bool
-    abort_ids: list[str]
-    answers_one: bool
+    prompts: int | None
+    several: bool
+    structured: bool
+    asked: dict[str, Any]
+    key_id: str = "none"
+    arm_wish: str | None = None
+
+    @property
+    def answers_one(self) -> bool:
+        """Exactly one answer comes back."""
+        return not self.several and self.prompts is None
+
+    @property
+    def abort_ids(self) -> list[str]:
+        """The ids under which the engine can be told to stop; for n > 1 it mints its own, so there are none."""
+        if self.several:
+            return []
+        return [self.rid] if self.prompts is None else [f"{self.rid}_{at}" for at in range(self.prompts)]
+
+    def renew(self, rid: str) -> None:
+        """Take another id for another attempt: an engine that still knows the last one must not meet it twice."""
+        at = self.body.rindex(self.rid.encode())
+        self.body = self.body[:at] + rid.encode() + self.body[at + len(rid) :]
+        self.rid = rid
 
 
 def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int | None) -> Call:
@@ -71,16 +102,34 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int
     if dropped:
         raw = orjson.dumps({name: value for name, value in asked.items() if name not in dropped})
     prompts = _listed_prompts(asked["prompt"], vocab_size) if asked.get("prompt") is not None else None
-    several = _answers(asked.get("n")) > 1
     return Call(
         path=path,
+        rid=rid,
         body=raw.rstrip()[:-1] + b"," + orjson.dumps(added)[1:],
         stream=stream,
         wants_usage=_flag(options or {}, "include_usage"),
         wants_details=_flag(asked, "return_spec_tokens_details"),
-        abort_ids=[] if several else [rid] if prompts is None else [f"{rid}_{at}" for at in range(prompts)],
-        answers_one=not several and prompts is None,
+        prompts=prompts,
+        several=_answers(asked.get("n")) > 1,
+        structured=_structured(asked),
+        asked=asked,
     )
+
+
+def _structured(asked: dict[str, Any]) -> bool:
+    """Whether the engine will hold the answer to a grammar, which together with speculation is where engines hang."""
+    form = asked.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        return True
+    if any(asked.get(name) is not None for name in ("json_schema", "regex", "ebnf")):
+        return True
+    tools = asked.get("tools")
+    if not isinstance(tools, list):
+        return False
+    choice = asked.get("tool_choice")
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    strict = any(isinstance(function, dict) and function.get("strict") for function in functions)
+    return choice == "required" or isinstance(choice, dict) or strict
 
 
 def _listed_prompts(prompt: Any, vocab_size: int | None) -> int | None:
@@ -125,22 +174,27 @@ def _flag(asked: dict[str, Any], name: str) -> bool:
     raise ApiError(400, f"{name!r} is {value!r}, expected true or false.", param=name)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 past `limit` bytes, announced or read, and ClientGone."""
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float) -> bytes:
+    """The request's body. Raises ApiError 413 past `limit` bytes, announced or read, 408 past its time; ClientGone."""
     too_large = ApiError(413, f"the body is larger than {limit} bytes.", code="request_too_large")
     announced = dict(scope["headers"]).get(b"content-length")
     if announced is not None and int(announced) > limit:
         raise too_large
     parts = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+    more = True
+    try:
+        async with asyncio.timeout(timeout_s):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {timeout_s:g} s.", code="body_timeout") from None
+    return b"".join(parts)

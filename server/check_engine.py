@@ -6,6 +6,7 @@ to stay; what is found may still behave differently, which is for the tests and 
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -212,6 +213,14 @@ def check(package: Path) -> list[Missing]:
         if flag not in known and not _begins_one(flag, known)
     ]
     return missing
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    command.add_argument(
+        "--sglang", type=Path, metavar="DIR", help="the package's folder (default: the one of this environment)"
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
 
 
 def run(package: Path | None, *, as_json: bool) -> int:

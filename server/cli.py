@@ -1,4 +1,4 @@
-"""The command line of the serving rooms: serve, engine, plan, check-engine, engine-keys."""
+"""The command line of the serving rooms: serve, engine, plan, keys, check-engine, engine-keys."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drafter.arguments import whole
 from drafter.settings import read_settings
-from server import check_engine
+from server import check_engine, keys_cli
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
-from server.enginekeys import EngineKeys, read_keys, write_new_keys
+from server.enginekeys import read_keys, write_new_keys
 from server.launch import Place, check_drafter, resolve_drafter
 from server.plan import make_plan, render_plan
-from server.remote import serve_remote
-from server.serve import serve
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from server.serve import Asked, serve
 
 EXAMPLES = """examples:
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml
@@ -31,9 +26,12 @@ EXAMPLES = """examples:
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --capture /tmp/capture
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter none -- \\
       python -m drafter generate --url {url} --key-file {key_file} …
-  python -m server serve --profile FILE --engine-url http://127.0.0.1:30000 --engine-keys keys.json
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
   python -m server check-engine
+
+serve speaks plain HTTP: terminate TLS in front of it (a load balancer, nginx, Envoy), or name tls_certificate and
+tls_key in [gateway]. Metrics and administration have none: they listen on loopback unless the profile says otherwise.
+SIGHUP reads keys, limits and weights anew; SIGTERM lets running requests end first.
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
 """
@@ -72,15 +70,14 @@ def parser() -> argparse.ArgumentParser:
         if name == "serve":
             command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
             command.add_argument(
-                "--port", type=_port, metavar="N", help="port to listen on (default: the profile's, 8000)"
+                "--port",
+                type=_port,
+                metavar="N",
+                help="port to listen on (default: the profile's, 8000); metrics and administration are on the next one",
             )
+            command.add_argument("--engine-url", metavar="URL", help="serve the engine that runs there, and start none")
             command.add_argument(
-                "--engine-url",
-                metavar="URL",
-                help="start no engine: serve before this one (`python -m server engine`, or SGLang's own server)",
-            )
-            command.add_argument(
-                "--engine-keys", type=Path, metavar="FILE", help="the key file of the engine at --engine-url"
+                "--engine-keys", type=Path, metavar="FILE", help="JSON with that engine's api-key and admin-api-key"
             )
         if name == "engine":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
@@ -93,9 +90,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--coordinator", metavar="HOST:PORT", help="where the machines of one engine meet: on machine 0"
             )
-            command.add_argument(
-                "--port", type=_port, metavar="N", help="port of 127.0.0.1 for the engine (default: a free one)"
-            )
+            command.add_argument("--port", type=_port, metavar="N", help="port for the engine (default: a free one)")
             command.add_argument(
                 "--capture",
                 type=Path,
@@ -112,24 +107,14 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
-    _add_check(commands)
-    _add_keys(commands)
-    return top
-
-
-def _add_check(commands: Subparsers) -> None:
+    text = "who may use a gateway: make, list and revoke API keys"
+    keys_cli.add_arguments(commands.add_parser("keys", help=text, description=text))
     text = "whether the installed SGLang still has all that Eyas hooks, patches, asks and reads: before an upgrade"
-    command = commands.add_parser("check-engine", help=text, description=text)
-    command.add_argument(
-        "--sglang", type=Path, metavar="DIR", help="the package's folder (default: the one of this environment)"
-    )
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
-
-
-def _add_keys(commands: Subparsers) -> None:
+    check_engine.add_arguments(commands.add_parser("check-engine", help=text, description=text))
     text = "make a key file for an engine and its gateways"
     command = commands.add_parser("engine-keys", help=text, description=text)
     command.add_argument("file", type=Path, metavar="FILE")
+    return top
 
 
 def _port(text: str) -> int:
@@ -143,11 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = commands.parse_args(argv)
     if arguments.command == "engine" and arguments.capture and arguments.drafter:
         commands.error("--capture loads no drafter: leave --drafter out")
-    if arguments.command == "serve" and arguments.engine_url and arguments.drafter:
-        commands.error("--drafter is for an engine that is started here: the one at --engine-url has its own")
-    if arguments.command == "serve" and arguments.engine_keys and not arguments.engine_url:
-        commands.error("--engine-keys is for --engine-url: an engine that is started here gets keys of its own")
     try:
+        if arguments.command == "keys":
+            return keys_cli.run(arguments)
         if arguments.command == "check-engine":
             return check_engine.run(arguments.sglang, as_json=arguments.json)
         if arguments.command == "engine-keys":
@@ -174,10 +157,15 @@ def main(argv: list[str] | None = None) -> int:
         read_settings()  # a variable that cannot be meant is told before anything starts
         version = importlib.metadata.version("eyas")
         profile = load_profile(arguments.profile)
-        if arguments.engine_url:
-            keys = read_keys(arguments.engine_keys) if arguments.engine_keys else EngineKeys("", "")
-            return serve_remote(profile, arguments.engine_url, keys, arguments.host, arguments.port, version)
-        return serve(profile, arguments.drafter, arguments.host, arguments.port, version, arguments.force)
+        asked = Asked(
+            drafter=arguments.drafter,
+            host=arguments.host,
+            port=arguments.port,
+            engine_url=arguments.engine_url,
+            engine_keys=arguments.engine_keys,
+            force=arguments.force,
+        )
+        return serve(profile, asked, version)
     except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's
         print(f"eyas: {error}", file=sys.stderr)
         return 1

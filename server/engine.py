@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import secrets
@@ -28,11 +27,13 @@ import psutil
 
 from drafter.data.spool import SpoolError
 from drafter.settings import read_settings
-from server import guard, probe
+from server import guard, keep, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
 from server.enginekeys import EngineKeys, new_keys
+from server.keep import KeptProcess
 from server.launch import (
+    SGLANG_VERSION,
     ActiveDrafter,
     CapturePlan,
     Place,
@@ -87,6 +88,8 @@ class Engine:
     above 0 answers no requests, so it is ready when its weights are loaded.
     force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
+    keep_as: the engine may outlive this process, and is written down in this file; one that is written down already,
+    and would be started the same, is taken over instead.
 
     Raises LaunchError or DrafterError for a combination that cannot be served.
     """
@@ -106,6 +109,7 @@ class Engine:
         keys: EngineKeys | None = None,
         place: Place | None = None,
         force: Collection[str] = (),
+        keep_as: Path | None = None,
     ) -> None:
         self.profile = profile
         self.place = place or Place()
@@ -124,13 +128,16 @@ class Engine:
         self.version = ""
         self.argv: list[str] = []
         self.resolved: dict[str, Any] = {}
-        self.keys = keys or new_keys()
+        keys = keys or new_keys()
+        self.api_key, self.admin_key = keys.api, keys.admin
         self.on_end: Callable[[Engine], None] | None = None
         self._force = frozenset(force)
         self._simulate_accept_len = simulate_accept_len
         self._run_dir = run_dir
         self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | KeptProcess | None = None
+        self._keep_as = keep_as
+        self._adopted = False
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -138,14 +145,6 @@ class Engine:
     def url(self) -> str:
         """Where this machine reaches it."""
         return f"http://{loopback_of(self.place.host)}:{self._port}"
-
-    @property
-    def api_key(self) -> str:
-        return self.keys.api
-
-    @property
-    def admin_key(self) -> str:
-        return self.keys.admin
 
     @property
     def headers(self) -> dict[str, str]:
@@ -195,14 +194,16 @@ class Engine:
             raise EngineError(f"the target's folder {model} does not exist: {fix}.")
         say = progress or (lambda _: None)
         try:
-            self._spawn()
-            with httpx.Client(timeout=10.0, trust_env=False) as client:
-                self._wait_ready(client, say)
-                if self.place.rank == 0:
-                    self._ask(client, say)
-                    self._compare()
-                    self._check_capture()
-                    self._probe(say)
+            self._adopted = self._adopt(say)
+            if not self._adopted:
+                self._spawn()
+            self._wait_ready(say)
+            if self.place.rank == 0:
+                self._ask(say)
+                self._compare()
+                self._check_capture()
+                self._probe(say)
+            self._write_down()
         except BaseException:
             self.stop()
             raise
@@ -215,12 +216,14 @@ class Engine:
         self._stopping.set()
         process = self._process
         if process is not None:
-            assert process.stdin
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # the guard ends the group
+            if process.stdin is None:  # it was to outlive us
+                process.terminate()
+            else:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()  # the guard ends the group
             try:
                 process.wait(guard.GRACE_S + 5)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
                 for child in psutil.Process(process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
@@ -231,6 +234,22 @@ class Engine:
                 self.key_file.unlink(missing_ok=True)
         if self.state not in ("dead", "hung"):
             self.state = "stopped"
+
+    def leave(self) -> None:
+        """Let go of an engine that is to be kept: it goes on without this process."""
+        assert self._keep_as, "only an engine with keep_as outlives its starter"
+        self._stopping.set()
+
+    @property
+    def capacity(self) -> int | None:
+        """Answers that the engine makes at once, as it says itself once it is ready."""
+        found = self.resolved.get("max_running_requests_per_dp") or self.resolved.get("max_running_requests")
+        return found if isinstance(found, int) else None
+
+    @property
+    def adopted(self) -> bool:
+        """Whether it had been started by an earlier process."""
+        return self._adopted
 
     def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The last lines of the engine's log that say something, scrubbed of keys."""
@@ -255,7 +274,7 @@ class Engine:
             self._run_dir = read_settings().runs / f"engine-{stamp}-{secrets.token_hex(3)}"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write_private(self.key_file, self.keys.document)
+            _write_private(self.key_file, EngineKeys(self.api_key, self.admin_key).document)
             _write_private(self.log_file, b"")
         except OSError as error:
             raise EngineError(
@@ -276,10 +295,12 @@ class Engine:
         )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
+        engine, kept = self.profile.engine, ["--keep"] if self._keep_as else []
+        log_to = [str(self.log_file), str(engine.log_max_bytes), str(engine.log_files)]
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, *launch.argv],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-I", "-S", guard.__file__, *kept, *log_to, *launch.argv],
+                stdin=subprocess.DEVNULL if self._keep_as else subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -288,38 +309,77 @@ class Engine:
             )
         self.state = "starting"
 
-    def _wait_ready(self, client: httpx.Client, say: Progress) -> None:
+    def _arguments_sha256(self) -> str:
+        launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, capture=None)
+        return keep.arguments_sha256(launch.argv, launch.environment, SGLANG_VERSION)
+
+    def _adopt(self, say: Progress) -> bool:
+        """Take over the engine that is written down, where it is what would be started now; else stop it."""
+        kept = keep.read_record(self._keep_as) if self._keep_as else None
+        if kept is None:
+            return False
+        self._run_dir, self._port, self._process = Path(kept.run_dir), kept.port, keep.KeptProcess(kept)
+        try:
+            keys = json.loads(self.key_file.read_bytes())
+            self.api_key, self.admin_key = keys["api-key"], keys["admin-api-key"]
+            known = True
+        except (OSError, ValueError, KeyError, TypeError):
+            known = False
+        if known and kept.arguments_sha256 == self._arguments_sha256():
+            say("taking over the engine that runs")
+            launch = build_launch(self.profile, self.drafter, port=kept.port, config_file=str(self.key_file))
+            self.argv, self._expected, self.state = launch.argv, launch.expected, "starting"
+            return True
+        say("stopping the kept engine: it was started with other arguments" if known else "stopping the kept engine")
+        self.stop()
+        self._stopping.clear()
+        assert self._keep_as
+        self._keep_as.unlink(missing_ok=True)
+        self._run_dir = self._port = self._process = None
+        return False
+
+    def _write_down(self) -> None:
+        if self._keep_as is None or self._adopted:
+            return
+        assert self._process and self._port
+        pid = self._process.pid
+        kept = keep.Kept(pid, keep.started_at(pid), self._arguments_sha256(), self._port, str(self.run_dir))
+        keep.write_record(self._keep_as, kept)
+
+    def _wait_ready(self, say: Progress) -> None:
         timeout = self.profile.engine.start_timeout_s
         deadline = time.monotonic() + timeout
         # A machine above 0 has no server of its own but for this one route, once its weights are loaded.
         route = "/ready" if self.place.rank == 0 else "/health"
         stage = "starting the process"
         say(stage)
-        while True:
-            self._check_alive(stage)
-            if time.monotonic() > deadline:
-                raise self._failure(
-                    f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
-                )
-            with contextlib.suppress(httpx.TransportError):
-                if client.get(f"{self.url}{route}").status_code == httpx.codes.OK:
-                    return
-            log = self.log_file.read_text(errors="replace")
-            if PORT_LOST.search(log):
-                raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
-            reached = next((name for pattern, name in reversed(STAGES) if pattern.search(log)), stage)
-            if reached != stage:
-                stage = reached
-                say(stage)
-            if self._stopping.wait(POLL_S):
-                raise EngineError("the engine was stopped while it started.")
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
+            while True:
+                self._check_alive(stage)
+                if time.monotonic() > deadline:
+                    raise self._failure(
+                        f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
+                    )
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{self.url}{route}").status_code == httpx.codes.OK:
+                        return
+                log = self.log_file.read_text(errors="replace")
+                if PORT_LOST.search(log):
+                    raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
+                reached = next((name for pattern, name in reversed(STAGES) if pattern.search(log)), stage)
+                if reached != stage:
+                    stage = reached
+                    say(stage)
+                if self._stopping.wait(POLL_S):
+                    raise EngineError("the engine was stopped while it started.")
 
-    def _ask(self, client: httpx.Client, say: Progress) -> None:
-        """Its first token, and what it resolved."""
+    def _ask(self, say: Progress) -> None:
+        """For its first token, and for what it resolved."""
         say("generating one token")
-        self._generate_one(client, self.profile.engine.start_timeout_s)
-        info = client.get(f"{self.url}/server_info", headers=self.headers)
-        info.raise_for_status()
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
+            self._generate_one(client, self.profile.engine.start_timeout_s)
+            info = client.get(f"{self.url}/server_info", headers=self.headers)
+            info.raise_for_status()
         answer = info.json()
         self.resolved = {name: value for name, value in answer.items() if RESOLVED.match(name)}
         self.version = str(answer["version"])
@@ -374,6 +434,8 @@ class Engine:
             client.post(f"{self.url}/flush_cache", headers=self.admin_headers)
 
     def _why_not_probed(self) -> str:
+        if self._adopted:
+            return "it was when the engine started"
         match self.drafter.algorithm:
             case "NONE":
                 return "nothing speculates"
@@ -399,7 +461,7 @@ class Engine:
     def _watch(self) -> None:
         """Until stop(): notice that the process died, or that requests run and no token comes."""
         assert self._process
-        limit = self.profile.engine.hang_timeout_s if self.place.rank == 0 else math.inf
+        limit = self.profile.engine.hang_timeout_s
         seen, since = -1.0, time.monotonic()
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while not self._stopping.wait(min(WATCH_S, limit / 4)):

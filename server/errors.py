@@ -6,13 +6,13 @@ with their status kept, since that is what clients decide to retry by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 from starlette.types import Send
 
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 DONE_FRAME = b"data: [DONE]\n\n"
 RETRY_AFTER_BUSY_S = 1  # an engine's queue moves within seconds
@@ -65,8 +65,13 @@ async def send_error(send: Send, error: ApiError, headers: Headers) -> None:
     body = error.body()
     own = [(name.encode(), value.encode()) for name, value in error.headers.items()]
     described = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": described + own + headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": [*described, *own, *headers]})
     await send({"type": "http.response.body", "body": body})
+
+
+def reason(error: ApiError) -> str:
+    """How a request that no engine saw is counted."""
+    return error.code or {405: "wrong_method"}.get(error.status, "invalid_request")
 
 
 def engine_answered(status: int, raw: bytes) -> ApiError:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from drafter.acceptance import acceptance_length, accepted_tokens, histogram_of_details, verify_steps
-from server.arms import Arm
+
+if TYPE_CHECKING:
+    from server.admission import Admission
+    from server.arms import Arms
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +26,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WHOSE = ("model", "drafter", "arm")
 
 _ACCEPTANCE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
+_WAIT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _OVERHEAD_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _TPOT_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _TTFT_S = (
@@ -93,12 +99,28 @@ class Metrics:
         self.spec_unreported = counter(
             "spec_unreported_requests", "Finished requests without usable speculation statistics.", WHOSE
         )
+        self.queue_depth = gauge("queue_depth", "Requests that wait for a slot.")
+        self.queue_wait = histogram("queue_wait_seconds", "How long those waited that had to.", _WAIT_S)
+        self.shadow_requests = counter("shadow_requests", "Requests copied to a shadow arm.", ("arm", "result"))
         self.engine_up = gauge("engine_up", "1 while the arm takes requests.", ("arm",))
+        self.engine_restarts = counter("engine_restarts", "Engines started again, by why.", ("arm", "reason"))
+        self.engine_uptime = gauge("engine_uptime_seconds", "Since the arm's engine became ready.", ("arm",))
         gauge("build_info", "Always 1; the labels say what runs.", ("version",)).labels(version).set(1)
 
-    def watch_arm(self, arm: Arm) -> None:
-        """Report the arm's state at each scrape."""
-        self.engine_up.labels(arm.name).set_function(lambda: arm.state == "ready")
+    def watch(self, arms: Arms, admission: Admission) -> None:
+        """Report their state at each scrape. Several engines of one name are up while one of them is."""
+        self.queue_depth.set_function(lambda: admission.waiting)
+
+        def up(name: str) -> bool:
+            return any(arm.state == "ready" for arm in arms.members if arm.name == name)
+
+        def uptime(name: str) -> float:
+            since = [arm.ready_since for arm in arms.members if arm.name == name and arm.state == "ready"]
+            return monotonic() - min(since) if since else 0.0
+
+        for name in arms.names:
+            self.engine_up.labels(name).set_function(partial(up, name))
+            self.engine_uptime.labels(name).set_function(partial(uptime, name))
 
     def add_usage(self, usage: Mapping[str, Any] | None, key_id: str = "none") -> None:
         """Count a finished request's tokens; an engine that reports none counts none."""

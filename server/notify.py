@@ -19,8 +19,3 @@ def notify(*lines: str) -> None:
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.sendto("\n".join(lines).encode(), address)
-
-
-def stage(name: str) -> None:
-    """A stage of an engine's start, for `systemctl status`."""
-    notify(f"STATUS={name}")

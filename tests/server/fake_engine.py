@@ -84,6 +84,10 @@ class FakeEngine:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
 
+    def stop_listening(self) -> None:
+        """As a killed engine: nobody answers at its address."""
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+
     def seen(self, count: int = 1) -> list[Seen]:
         """The requests, once `count` of them have come in."""
         wait_until(lambda: len(self.requests) >= count)

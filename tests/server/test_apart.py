@@ -1,4 +1,4 @@
-"""A gateway before an engine that somebody else started, key files, and what systemd is told."""
+"""A gateway and an engine as two processes that share a key file, engines of several machines, and systemd."""
 
 import json
 import os
@@ -6,19 +6,16 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 
-from server.arms import Arm
 from server.cli import main
+from server.config import load_profile
 from server.engine import Engine, free_port
 from server.enginekeys import KeyFileError, read_keys, write_new_keys
 from server.launch import LaunchError, Place, build_launch, resolve_drafter
-from server.remote import LOST_AFTER, Watch
 from tests.server.fake_engine import wait_until
 from tests.server.test_engine import FAKE, PROFILE
 from tests.server.test_serve import Served
@@ -52,123 +49,40 @@ def start(home):
             served.process.wait(30)
 
 
+def responds(url):
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_a_gateway_before_an_engine_of_another_process(start, home):
     port, engine_port, keys = free_port(), free_port(), home / "keys.json"
     remote = f"http://127.0.0.1:{engine_port}"
     gateway = start("serve", "--port", port, "--engine-url", remote, "--engine-keys", keys)
-    gateway.wait_for(f"the engine at {remote} does not answer")
     url = f"http://127.0.0.1:{port}"
+    wait_until(lambda: responds(f"{url}/healthz"), timeout=60)
     assert httpx.get(f"{url}/healthz").status_code == 200
     waiting = httpx.get(f"{url}/readyz")
-    assert waiting.status_code == 503 and "does not answer" in waiting.json()["reason"]
+    assert waiting.status_code == 503 and waiting.json()["reason"]
 
-    engine = start("engine", "--port", engine_port, "--host", "127.0.0.1", "--keys", keys).wait_for("engine ready")
-    wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, timeout=10)
+    engine = start("engine", "--port", engine_port, "--host", "127.0.0.1", "--keys", keys).wait_for(
+        "engine ready", within=60
+    )
+    wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200, timeout=30)
     body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 200 and answer.headers["x-eyas-drafter"] == "none"
 
     engine.process.terminate()
     engine.process.wait(30)
-    wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503, timeout=15)
-    assert 'eyas_engine_up{arm="default"} 0.0' in httpx.get(f"{url}/metrics").text
+    wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 503, timeout=30)
+    assert 'eyas_engine_up{arm="default"} 0.0' in httpx.get(f"http://127.0.0.1:{port + 1}/metrics").text
     gateway.process.terminate()
-    assert gateway.process.wait(20) == 0
+    assert gateway.process.wait(60) == 0
     assert "Traceback" not in gateway.text + engine.text
     for key in json.loads(keys.read_text()).values():
         assert key not in gateway.text + engine.text
-
-
-class Answers(BaseHTTPRequestHandler):
-    """An engine that says what `info` says."""
-
-    info: object = {}
-    status = 200
-    ready = 200
-
-    def do_GET(self):
-        status, body = (self.ready, {}) if self.path == "/ready" else (self.status, self.info)
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def answering():
-    handler = type("Handler", (Answers,), {})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    handler.url = f"http://127.0.0.1:{server.server_port}"
-    yield handler
-    server.shutdown()
-    server.server_close()
-
-
-INFO = {"served_model_name": "m", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/d/little-eagle"}
-
-
-def asked(url):
-    arm = Arm("a", url, "key", "admin", "m", drafter="unknown")
-    watch = Watch(arm)
-    with httpx.Client(trust_env=False) as client:
-        watch.ask(client)
-    return arm, watch
-
-
-def test_what_an_engine_says_it_is(answering):
-    for more, drafter in (
-        ({}, "little-eagle"),
-        ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}, "ngram"),
-        ({"speculative_algorithm": None, "speculative_draft_model_path": None}, "none"),
-    ):
-        answering.info = INFO | more
-        arm, _ = asked(answering.url)
-        assert (arm.state, arm.drafter) == ("ready", drafter)
-
-
-@pytest.mark.parametrize(
-    ("status", "info", "reason"),
-    [
-        (401, {}, "refuses the gateway's key"),
-        (200, INFO | {"served_model_name": "other"}, "serves 'other', the profile names 'm'"),
-        (200, {"what": "else"}, "no SGLang"),
-        (200, ["list"], "no SGLang"),
-        (500, {}, "no SGLang"),
-    ],
-)
-def test_an_engine_that_is_another(answering, status, info, reason):
-    answering.status, answering.info = status, info
-    arm, _ = asked(answering.url)
-    assert arm.state == "down" and reason in arm.detail
-
-
-def test_a_late_answer_is_not_a_death(answering):
-    answering.info = INFO
-    arm, watch = asked(answering.url)
-    arm.url = f"http://127.0.0.1:{free_port()}"
-    with httpx.Client(trust_env=False) as client:
-        for _ in range(LOST_AFTER - 1):
-            watch.ask(client)
-            assert arm.state == "ready"
-        watch.ask(client)
-    assert arm.state == "down"
-
-
-def test_an_engine_that_comes_back_says_again_what_it_is(answering):
-    answering.info = INFO
-    arm, watch = asked(answering.url)
-    with httpx.Client(trust_env=False) as client:
-        answering.ready = 503
-        watch.ask(client)
-        assert arm.state == "starting"
-        answering.ready, answering.info = 200, INFO | {"speculative_draft_model_path": "/d/other-eagle"}
-        watch.ask(client)
-    assert (arm.state, arm.drafter) == ("ready", "other-eagle")
 
 
 def test_a_key_file_is_private_and_never_overwritten(tmp_path, capsys):
@@ -192,19 +106,6 @@ def test_a_file_without_a_key(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("argv", "reason"),
-    [
-        (["--engine-url", "http://x", "--drafter", "none"], "--drafter is for an engine that is started here"),
-        (["--engine-keys", "k"], "--engine-keys is for --engine-url"),
-    ],
-)
-def test_arguments_that_do_not_go_together(home, capsys, argv, reason):
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--profile", str(home / "profile.toml"), *argv])
-    assert ended.value.code == 2 and reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("nodes", "place", "reason"),
     [
         (1, Place(coordinator="a:1"), "runs on 1 machine .engine.nodes.: leave --coordinator out"),
@@ -219,8 +120,6 @@ def test_a_place_that_is_none(nodes, place, reason):
 
 def test_the_machines_of_one_engine(home):
     (home / "profile.toml").write_text(PROFILE.replace("[engine]", "[engine]\nnodes = 2"))
-    from server.config import load_profile
-
     profile = load_profile(home / "profile.toml")
     drafter = resolve_drafter(profile, "none")
     for rank in (0, 1):
@@ -236,8 +135,6 @@ def test_a_machine_above_0_is_ready_when_its_weights_are_loaded(home, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.setenv("FAKE_SGLANG", "worker")
     (home / "profile.toml").write_text(PROFILE.replace("[engine]", "[engine]\nnodes = 2"))
-    from server.config import load_profile
-
     engine = Engine(
         load_profile(home / "profile.toml"), "none", run_dir=home / "run", place=Place("127.0.0.1", 1, "127.0.0.1:1")
     )
@@ -251,7 +148,7 @@ def test_systemd_is_told(start, home, command, abstract):
     address = f"\0eyas-test-{os.getpid()}" if abstract else str(home / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(address)
-        told.settimeout(20)
+        told.settimeout(120)
         argv = ["--port", free_port()]
         if command == "remote":
             argv += ["--engine-url", "http://127.0.0.1:9"]
@@ -260,7 +157,7 @@ def test_systemd_is_told(start, home, command, abstract):
         while "READY=1" not in lines:
             lines += told.recv(4096).decode().split("\n")
         if command != "remote":
-            assert "STATUS=warming up" in lines or "STATUS=generating one token" in lines
+            assert "STATUS=starting the process" in lines
         served.process.terminate()
         while "STOPPING=1" not in lines:
             lines += told.recv(4096).decode().split("\n")
