@@ -8,14 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-from drafter.arguments import whole
 from drafter.settings import read_settings
 from server import check_engine, keys_cli
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
 from server.enginekeys import read_keys, write_new_keys
-from server.launch import Place, check_drafter, resolve_drafter
+from server.launch import check_drafter, resolve_drafter
 from server.plan import make_plan, render_plan
 from server.serve import Asked, serve
 
@@ -84,12 +83,6 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--keys", type=Path, metavar="FILE", help="a file of `engine-keys` (default: new keys at each start)"
             )
-            command.add_argument(
-                "--node-rank", type=whole(0), default=0, metavar="N", help="which machine of several this is, from 0"
-            )
-            command.add_argument(
-                "--coordinator", metavar="HOST:PORT", help="where the machines of one engine meet: on machine 0"
-            )
             command.add_argument("--port", type=_port, metavar="N", help="port for the engine (default: a free one)")
             command.add_argument(
                 "--capture",
@@ -150,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
                 port=arguments.port,
                 capture_dir=arguments.capture,
                 keys=read_keys(arguments.keys) if arguments.keys else None,
-                place=Place(arguments.host, arguments.node_rank, arguments.coordinator),
+                host=arguments.host,
                 force=arguments.force,
             )
             return run_engine(engine, arguments.command_beside)

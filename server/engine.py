@@ -36,7 +36,6 @@ from server.launch import (
     SGLANG_VERSION,
     ActiveDrafter,
     CapturePlan,
-    Place,
     build_launch,
     changed_arguments,
     check_drafter,
@@ -84,8 +83,7 @@ class Engine:
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
-    keys: the engine's keys (default: new ones). place: where it listens, and which of an engine's machines this is; one
-    above 0 answers no requests, so it is ready when its weights are loaded.
+    keys: the engine's keys (default: new ones). host: where it listens.
     force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
     keep_as: the engine may outlive this process, and is written down in this file; one that is written down already,
@@ -107,13 +105,12 @@ class Engine:
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
         keys: EngineKeys | None = None,
-        place: Place | None = None,
+        host: str = "127.0.0.1",
         force: Collection[str] = (),
         keep_as: Path | None = None,
     ) -> None:
         self.profile = profile
-        self.place = place or Place()
-        self.place.check(profile.engine.nodes)
+        self.host = host
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
@@ -144,7 +141,7 @@ class Engine:
     @property
     def url(self) -> str:
         """Where this machine reaches it."""
-        return f"http://{loopback_of(self.place.host)}:{self._port}"
+        return f"http://{loopback_of(self.host)}:{self._port}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -198,11 +195,9 @@ class Engine:
             if not self._adopted:
                 self._spawn()
             self._wait_ready(say)
-            if self.place.rank == 0:
-                self._ask(say)
-                self._compare()
-                self._check_capture()
-                self._probe(say)
+            self._compare()
+            self._check_capture()
+            self._probe(say)
             self._write_down()
         except BaseException:
             self.stop()
@@ -267,7 +262,7 @@ class Engine:
     def _spawn(self) -> None:
         if self._port is None:
             self._port = free_port()
-        elif not port_is_free(self.place.host, self._port):
+        elif not port_is_free(self.host, self._port):
             raise EngineError(f"port {self._port} is taken: stop what listens there, or choose another port.")
         if self._run_dir is None:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -291,7 +286,7 @@ class Engine:
             port=self._port,
             config_file=str(self.key_file),
             capture=self.capture,
-            place=self.place,
+            host=self.host,
         )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
@@ -349,8 +344,6 @@ class Engine:
     def _wait_ready(self, say: Progress) -> None:
         timeout = self.profile.engine.start_timeout_s
         deadline = time.monotonic() + timeout
-        # A machine above 0 has no server of its own but for this one route, once its weights are loaded.
-        route = "/ready" if self.place.rank == 0 else "/health"
         stage = "starting the process"
         say(stage)
         with httpx.Client(timeout=10.0, trust_env=False) as client:
@@ -361,8 +354,8 @@ class Engine:
                         f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
                     )
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}{route}").status_code == httpx.codes.OK:
-                        return
+                    if client.get(f"{self.url}/ready").status_code == httpx.codes.OK:
+                        break
                 log = self.log_file.read_text(errors="replace")
                 if PORT_LOST.search(log):
                     raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
@@ -372,12 +365,8 @@ class Engine:
                     say(stage)
                 if self._stopping.wait(POLL_S):
                     raise EngineError("the engine was stopped while it started.")
-
-    def _ask(self, say: Progress) -> None:
-        """For its first token, and for what it resolved."""
-        say("generating one token")
-        with httpx.Client(timeout=10.0, trust_env=False) as client:
-            self._generate_one(client, self.profile.engine.start_timeout_s)
+            say("generating one token")
+            self._generate_one(client, deadline - time.monotonic())
             info = client.get(f"{self.url}/server_info", headers=self.headers)
             info.raise_for_status()
         answer = info.json()

@@ -86,30 +86,6 @@ class CapturePlan:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an engine listens, and which of its machines this is.
-
-    `rank` counts machines from 0, which alone answers requests; `coordinator` is HOST:PORT of machine 0, where the
-    machines of one engine find each other. Raises LaunchError.
-    """
-
-    host: str = "127.0.0.1"
-    rank: int = 0
-    coordinator: str | None = None
-
-    def check(self, nodes: int) -> None:
-        """Raises LaunchError unless this is a place in an engine of so many machines."""
-        if (nodes > 1) != (self.coordinator is not None):
-            fix = "give --coordinator HOST:PORT of machine 0" if nodes > 1 else "leave --coordinator out"
-            raise LaunchError(f"the profile's engine runs on {nodes} machine{'s' * (nodes > 1)} (engine.nodes): {fix}.")
-        if self.rank >= nodes:
-            raise LaunchError(
-                f"--node-rank is {self.rank}, but the profile's engine has {nodes} machine{'s' * (nodes > 1)}, "
-                "counted from 0."
-            )
-
-
-@dataclass(frozen=True)
 class Launch:
     """One engine process. `argv` holds no key; `environment` is what is added to the inherited one.
 
@@ -235,14 +211,13 @@ def build_launch(
     port: int,
     config_file: str,
     capture: CapturePlan | None = None,
-    place: Place | None = None,
+    host: str = "127.0.0.1",
 ) -> Launch:
     """The engine's command, environment and expectations. Starts nothing, needs no GPU.
 
     `config_file` will hold the keys; its name must end in `.yaml`.
     """
     engine, target = profile.engine, profile.target
-    place = place or Place()
     on_cpu = engine.device == "cpu"
     local = is_local(profile.model_path)
     flags: list[tuple[str, object]] = [
@@ -251,13 +226,11 @@ def build_launch(
         ("--revision", target.revision),
         ("--served-model-name", target.served_name),
         ("--trust-remote-code", target.trust_remote_code),
-        ("--host", place.host),
+        ("--host", host),
         ("--port", port),
         ("--device", engine.device),
         ("--tp", engine.tp if engine.tp > 1 else None),
         ("--nnodes", engine.nodes if engine.nodes > 1 else None),
-        ("--node-rank", str(place.rank) if place.coordinator else None),
-        ("--dist-init-addr", place.coordinator),
         ("--dtype", engine.dtype),
         ("--quantization", engine.quantization),
         ("--kv-cache-dtype", engine.kv_cache_dtype),

@@ -1,4 +1,4 @@
-"""A gateway and an engine as two processes that share a key file, engines of several machines, and systemd."""
+"""A gateway and an engine as two processes that share a key file, and systemd."""
 
 import json
 import os
@@ -12,12 +12,10 @@ import httpx
 import pytest
 
 from server.cli import main
-from server.config import load_profile
-from server.engine import Engine, free_port
+from server.engine import free_port
 from server.enginekeys import KeyFileError, read_keys, write_new_keys
-from server.launch import LaunchError, Place, build_launch, resolve_drafter
 from tests.server.fake_engine import wait_until
-from tests.server.test_engine import FAKE, PROFILE
+from tests.server.test_engine import PROFILE
 from tests.server.test_serve import Served
 
 REPO = Path(__file__).parents[2]
@@ -103,43 +101,6 @@ def test_a_file_without_a_key(tmp_path, content):
     (tmp_path / "keys.json").write_text(content)
     with pytest.raises(KeyFileError, match=r"key file .*keys\.json"):
         read_keys(tmp_path / "keys.json")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "place", "reason"),
-    [
-        (1, Place(coordinator="a:1"), "runs on 1 machine .engine.nodes.: leave --coordinator out"),
-        (2, Place(), "runs on 2 machines .engine.nodes.: give --coordinator"),
-        (2, Place(rank=2, coordinator="a:1"), "--node-rank is 2, but the profile's engine has 2 machines"),
-    ],
-)
-def test_a_place_that_is_none(nodes, place, reason):
-    with pytest.raises(LaunchError, match=reason):
-        place.check(nodes)
-
-
-def test_the_machines_of_one_engine(home):
-    (home / "profile.toml").write_text(PROFILE.replace("[engine]", "[engine]\nnodes = 2"))
-    profile = load_profile(home / "profile.toml")
-    drafter = resolve_drafter(profile, "none")
-    for rank in (0, 1):
-        argv = build_launch(
-            profile, drafter, port=1, config_file="k.yaml", place=Place("0.0.0.0", rank, "leader:20000")
-        ).argv
-        words = " ".join(argv)
-        assert f"--nnodes 2 --node-rank {rank} --dist-init-addr leader:20000" in words and "--host 0.0.0.0" in words
-
-
-def test_a_machine_above_0_is_ready_when_its_weights_are_loaded(home, monkeypatch):
-    """It has no server but for /health: nothing is asked of it, and it ends with its process."""
-    monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    monkeypatch.setenv("FAKE_SGLANG", "worker")
-    (home / "profile.toml").write_text(PROFILE.replace("[engine]", "[engine]\nnodes = 2"))
-    engine = Engine(
-        load_profile(home / "profile.toml"), "none", run_dir=home / "run", place=Place("127.0.0.1", 1, "127.0.0.1:1")
-    )
-    with engine:
-        assert engine.state == "ready" and engine.resolved == {}
 
 
 @pytest.mark.parametrize("abstract", [False, True])

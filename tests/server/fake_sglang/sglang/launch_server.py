@@ -1,6 +1,6 @@
 """FAKE `python -m sglang.launch_server`: answers what an Engine asks, and misbehaves as FAKE_SGLANG tells it.
 
-FAKE_SGLANG is a list, with semicolons, of: worker (answers /health alone), die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
+FAKE_SGLANG is a list, with semicolons, of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
 change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
 no token comes), no-plugin (captures nothing), accepts:HISTOGRAM (of each answer, 0,0,9,9 unless told), no-template
 (chat is refused), no-statistics, chatty (prints a lot), die-once:FILE (as die-later, unless FILE is there), shake:NAME=JSON (an entry of the capture's handshake).
@@ -101,9 +101,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        if "worker" in CUES:
-            self.answer(200 if self.path == "/health" else 404, "")
-            return
         if self.path == "/ready":
             self.answer(503 if "never-ready" in CUES else 200, "")
         elif self.path == "/server_info":
