@@ -31,7 +31,7 @@ class Connection(asyncio.Protocol):
 
     host: str
     parts: list[bytes] = field(default_factory=list)
-    first_at: float | None = None
+    moments: list[float] = field(default_factory=list)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -41,7 +41,7 @@ class Connection(asyncio.Protocol):
         self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parser = httptools.HttpResponseParser(self)
         self.parts.clear()
-        self.first_at = None
+        self.moments.clear()
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
             f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -53,15 +53,14 @@ class Connection(asyncio.Protocol):
         whole = b"".join(self.parts)
         if self.parser.get_status_code() != 200:
             raise AnswerError(f"{self.host} answered with status {self.parser.get_status_code()}: {whole[:300]!r}")
-        assert self.first_at is not None
-        return Timed(self.first_at - begun, ended - begun, whole)
+        return Timed(self.moments[0] - begun, ended - begun, whole)
 
     def data_received(self, data: bytes) -> None:
         self.parser.feed_data(data)
 
     def on_body(self, body: bytes) -> None:
-        if self.first_at is None and not body.startswith(b":"):  # a comment is no event
-            self.first_at = perf_counter()
+        if not self.moments and not body.startswith(b":"):  # a comment is no event
+            self.moments.append(perf_counter())
         self.parts.append(body)
 
     def on_message_complete(self) -> None:

@@ -5,6 +5,7 @@ Everything under /admin needs the admin key, as a bearer. It has no TLS of its o
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,7 @@ def _status(gateway: Gateway) -> dict[str, Any]:
         "capacity": gateway.admission.capacity,
         "slots_in_use": gateway.admission.inflight,
         "waiting": gateway.admission.waiting,
+        "tasks": len(asyncio.all_tasks()),
         "arms": [
             {
                 "name": arm.name,

@@ -233,7 +233,7 @@ def sticky_key(asked: Mapping[str, Any], key_id: str) -> bytes:
     for name in ("prompt_cache_key", "user"):
         value = asked.get(name)
         if isinstance(value, str) and value:
-            return blake2b(f"{name}:{value}".encode(errors="surrogatepass"), digest_size=16).digest()
+            return blake2b(f"{name}:{value}".encode(), digest_size=16).digest()
     messages = asked.get("messages")
     first: Any = asked.get("prompt")
     if isinstance(messages, list):
@@ -242,4 +242,4 @@ def sticky_key(asked: Mapping[str, Any], key_id: str) -> bytes:
         )
         first = messages[: until + 1]
     text = first[:STICKY_TEXT] if isinstance(first, str) else orjson.dumps(first)[: 4 * STICKY_TEXT].decode("latin-1")
-    return blake2b(f"{key_id}:{text}".encode(errors="surrogatepass"), digest_size=16).digest()
+    return blake2b(f"{key_id}:{text}".encode(), digest_size=16).digest()

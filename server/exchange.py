@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 import orjson
+from aiohttp.abc import AbstractStreamWriter
 from starlette.types import Receive, Send
 
 from server.admission import Ticket
 from server.arms import Arm, Outcome
-from server.call import Call, new_rid
+from server.call import Call
 from server.errors import DONE_FRAME, ApiError, Headers, engine_answered, engine_framed, reason, send_error
 from server.sse import PIECE, AnswerStream, details_of, drop_details
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 1.0
 LAST_WORD_TIMEOUT_S = 1.0
 ERROR_BODY_LIMIT = 64 * 1024
+LARGE_BODY_BYTES = 64 * 1024
 PING_FRAME = b": ping\n\n"
 STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -78,6 +80,7 @@ class Exchange:
         self.started = False  # the response's head went out
         self.finished = False  # and its last byte
         self.first_frame_at: float | None = None
+        self.trace: dict[str, str] = {}  # headers that go on to the engine
         self.end: End | None = None  # why the pump was stopped
         self.pinging: asyncio.Task[None] | None = None
         self.late_at = begun + gateway.request_timeout_s
@@ -191,7 +194,7 @@ class Exchange:
             if arm is None:
                 await self._fail(fault.error, fault.kind)
             else:
-                self.call.renew(new_rid())
+                self.call.renew()
 
     async def _attempt(self, arm: Arm) -> Fault | None:
         """Send the call to `arm` and relay its answer; tell the arms how that ended. Returns what went wrong."""
@@ -223,7 +226,7 @@ class Exchange:
             self.next_ping_at = now + self.relay.gateway.heartbeat_after_s
         self.arm = arm
         self.alive_at = now
-        self.whose = (arm.served_name, arm.drafter, arm.name)
+        self.counted = self.relay.metrics.of((arm.served_name, arm.drafter, arm.name))
         self.headers = [
             *self.own_headers,
             (b"x-eyas-arm", arm.name.encode("latin-1", "replace")),
@@ -231,8 +234,8 @@ class Exchange:
         ]
 
     async def _relay(self, arm: Arm) -> None:
-        url, headers = f"{arm.url}{self.call.path}", authorization(arm.api_key)
-        post = self.relay.session.post(url, data=self.call.body, headers=headers, allow_redirects=False)
+        url, headers = f"{arm.url}{self.call.path}", authorization(arm.api_key) | self.trace
+        post = self.relay.session.post(url, data=_payload(self.call), headers=headers, allow_redirects=False)
         async with post as response:
             if response.status != 200:
                 raise _refusal(engine_answered(response.status, await _read_error(response)))
@@ -254,6 +257,7 @@ class Exchange:
                 if frames.error is not None and PIECE not in block and not self.started:
                     raise _refusal(engine_framed(frames.error))
                 self.first_frame_at = perf_counter()
+                self.call.forget()
                 if not self.started:
                     await self._start(200, [_content_type(response, STREAM_TYPE), *STREAM_HEADERS])
             self.alive_at = math.inf
@@ -300,18 +304,17 @@ class Exchange:
 
     def _account(self, usage: Any, details: Any) -> None:
         """Count a finished answer."""
-        metrics = self.relay.metrics
         usage = usage if isinstance(usage, dict) else None
-        metrics.add_usage(usage, self.ticket.key_id)
-        metrics.add_speculation(details, self.whose)
+        self.relay.metrics.add_usage(usage, self.ticket.key_id)
+        self.counted.add_speculation(details)
         total = (usage or {}).get("total_tokens")
         self.tokens = total if isinstance(total, int) else 0
         if not self.call.stream or self.first_frame_at is None:
             return
-        metrics.ttft.labels(*self.whose).observe(self.first_frame_at - self.begun)
+        self.counted.ttft.observe(self.first_frame_at - self.begun)
         tokens = (usage or {}).get("completion_tokens")
         if self.call.answers_one and isinstance(tokens, int) and tokens > 1:
-            metrics.tpot.labels(*self.whose).observe((perf_counter() - self.first_frame_at) / (tokens - 1))
+            self.counted.tpot.observe((perf_counter() - self.first_frame_at) / (tokens - 1))
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
@@ -340,6 +343,25 @@ class Exchange:
 def authorization(key: str) -> dict[str, str]:
     """The header that carries `key`, none without one."""
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+class LargeBody(aiohttp.Payload):
+    """A call's body in its two parts, since joining them would copy the client's bytes."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.parts, content_type="application/json")
+        self._size = sum(len(part) for part in call.parts)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for part in self._value:
+            await writer.write(part)
+
+
+def _payload(call: Call) -> bytes | LargeBody:
+    return call.body if len(call.raw) < LARGE_BODY_BYTES else LargeBody(call)
 
 
 async def _read_error(response: aiohttp.ClientResponse) -> bytes:

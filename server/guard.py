@@ -79,7 +79,7 @@ def write_log(source: int, log: Path, limit: int, files: int) -> None:
 def main() -> int:
     arguments = sys.argv[1:]
     keep = arguments[0] == "--keep"
-    log, limit, files, *command = arguments[keep + 1 :]
+    log, limit, files, *command = arguments[keep:]
     told = threading.Event()
     # A terminal's Ctrl-C is the starter's business: it closes the pipe when it is done. A handler that does nothing,
     # not SIG_IGN, which the engine would inherit.

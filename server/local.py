@@ -1,4 +1,4 @@
-"""An arm whose engine is this gateway's own: started in a thread, watched, started again where another arm serves on."""
+"""An arm whose engine is this gateway's own: started in a thread, and started again where another arm serves on."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LocalArm:
     """One engine after another, under one arm.
 
     make: a new Engine, not yet started. alone: the gateway ends with this engine, instead of starting another.
-    on_change: called from the arm's thread whenever its state is another. on_ready: with the engine and the seconds that
-    its start took. on_lost: with the reason why the gateway must end. on_restart: with the reason of each new start.
+    on_change: called from the arm's thread whenever its state is another. on_ready: with the engine and the seconds
+    that its start took. on_lost: with the reason why the gateway must end. on_restart: why one was started again.
     """
 
     def __init__(

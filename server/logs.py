@@ -1,15 +1,18 @@
-"""What goes to the log and how: text for a person, or one JSON object a line. Never a prompt, never an answer, no key."""
+"""What goes to the log, and how: text for a person, or a JSON object a line. Never a prompt, an answer or a key."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from drafter.settings import read_settings
+
+if TYPE_CHECKING:
+    from server.exchange import Exchange
 
 requests = logging.getLogger("eyas.requests")
 
@@ -36,3 +39,35 @@ def configure_logs(how: Literal["text", "json"]) -> None:
     requests.disabled = how != "json" or not requests.isEnabledFor(logging.INFO)
     for talkative in ("httpx", "httpcore", "asyncio", "aiohttp.access"):
         logging.getLogger(talkative).setLevel("WARNING")
+
+
+def log_refused(path: str, status: int, request_id: bytes, key_id: str | None, code: str | None) -> None:
+    """One line for a request that no engine saw, whose key is not known where it has none."""
+    fields = {
+        "route": path,
+        "status": status,
+        "request_id": request_id.decode("latin-1"),
+        "key_id": key_id,
+        "code": code,
+    }
+    requests.info("request refused", extra={"fields": fields})
+
+
+def log_answered(exchange: Exchange, request_id: bytes) -> None:
+    """One line for a request that is over."""
+    call, arm, first = exchange.call, exchange.arm, exchange.first_frame_at
+    fields = {
+        "route": call.path,
+        "status": exchange.status,
+        "request_id": request_id.decode("latin-1"),
+        "rid": call.rid,
+        "key_id": call.key_id,
+        "arm": arm.name if arm else None,
+        "drafter": arm.drafter if arm else None,
+        "stream": call.stream,
+        "tokens": exchange.tokens,
+        "queued_s": round(exchange.ticket.queued_s, 6),
+        "first_s": None if first is None else round(first - exchange.begun, 6),
+        "seconds": round(exchange.age_s, 6),
+    }
+    requests.info("request", extra={"fields": fields})

@@ -12,9 +12,10 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from drafter.acceptance import acceptance_length, accepted_tokens, histogram_of_details, verify_steps
+from server.counters import Count, Counter, Histogram
 
 if TYPE_CHECKING:
     from server.admission import Admission
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WHOSE = ("model", "drafter", "arm")
+Whose = tuple[str, str, str]
 
 _ACCEPTANCE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
 _WAIT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -58,10 +60,14 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"eyas_{name}", text, labels, registry=self.registry)
+            made = Counter(f"eyas_{name}", text, labels)
+            self.registry.register(made)
+            return made
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"eyas_{name}", text, labels, buckets=buckets, registry=self.registry)
+            made = Histogram(f"eyas_{name}", text, labels, buckets)
+            self.registry.register(made)
+            return made
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"eyas_{name}", text, labels, registry=self.registry)
@@ -105,6 +111,7 @@ class Metrics:
         self.engine_up = gauge("engine_up", "1 while the arm takes requests.", ("arm",))
         self.engine_restarts = counter("engine_restarts", "Engines started again, by why.", ("arm", "reason"))
         self.engine_uptime = gauge("engine_uptime_seconds", "Since the arm's engine became ready.", ("arm",))
+        self._arms: dict[Whose, ArmMetrics] = {}
         gauge("build_info", "Always 1; the labels say what runs.", ("version",)).labels(version).set(1)
 
     def watch(self, arms: Arms, admission: Admission) -> None:
@@ -122,6 +129,13 @@ class Metrics:
             self.engine_up.labels(name).set_function(partial(up, name))
             self.engine_uptime.labels(name).set_function(partial(uptime, name))
 
+    def of(self, whose: Whose) -> ArmMetrics:
+        """What is counted of one arm and drafter."""
+        found = self._arms.get(whose)
+        if found is None:
+            found = self._arms[whose] = ArmMetrics(self, whose)
+        return found
+
     def add_usage(self, usage: Mapping[str, Any] | None, key_id: str = "none") -> None:
         """Count a finished request's tokens; an engine that reports none counts none."""
         for kind in ("prompt", "completion"):
@@ -129,36 +143,56 @@ class Metrics:
             if isinstance(count, int) and count > 0:
                 self.tokens.labels(kind, key_id).inc(count)
 
-    def add_speculation(self, details: Any, whose: tuple[str, str, str]) -> None:
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, whose media type is CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class ArmMetrics:
+    """The metrics of one arm and drafter, looked up once: a look-up by labels costs more than the counting."""
+
+    def __init__(self, metrics: Metrics, whose: Whose) -> None:
+        self.whose = whose
+        self.ttft = metrics.ttft.labels(*whose)
+        self.tpot = metrics.tpot.labels(*whose)
+        self._verify_steps = metrics.spec_verify_steps.labels(*whose)
+        self._draft_tokens = metrics.spec_draft_tokens.labels(*whose)
+        self._accepted_tokens = metrics.spec_accepted_tokens.labels(*whose)
+        self._acceptance_length = metrics.spec_acceptance_length.labels(*whose)
+        self._unreported = metrics.spec_unreported.labels(*whose)
+        self._accepted_per_pos = metrics.spec_accepted_per_pos
+        self._positions: list[Count] = []
+
+    def add_speculation(self, details: Any) -> None:
         """Add a finished request's `spec_tokens_details` (an object, or a list of them for n answers).
 
         For a list of prompts with n = 1 SGLang 0.5.23 reports the first prompt alone; only that one is added.
         """
         if details is None:
-            self.spec_unreported.labels(*whose).inc()
+            self._unreported.inc()
             return
         try:
             histogram = histogram_of_details(details)
             proposed = _proposed(details, histogram)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("speculation statistics of drafter %s on arm %s are unusable: %s", whose[1], whose[2], error)
-            self.spec_unreported.labels(*whose).inc()
+            _, drafter, arm = self.whose
+            logger.warning("speculation statistics of drafter %s on arm %s are unusable: %s", drafter, arm, error)
+            self._unreported.inc()
             return
         length = acceptance_length(histogram)
         if length is None:
-            self.spec_unreported.labels(*whose).inc()
+            self._unreported.inc()
             return
-        self.spec_verify_steps.labels(*whose).inc(verify_steps(histogram))
-        self.spec_draft_tokens.labels(*whose).inc(proposed)
-        self.spec_accepted_tokens.labels(*whose).inc(accepted_tokens(histogram))
-        for position in range(len(histogram) - 1):
-            reached = verify_steps(histogram[position + 1 :])
-            self.spec_accepted_per_pos.labels(*whose, str(position)).inc(reached)
-        self.spec_acceptance_length.labels(*whose).observe(length)
-
-    def render(self) -> bytes:
-        """Everything in Prometheus' text format, whose media type is CONTENT_TYPE."""
-        return generate_latest(self.registry)
+        self._verify_steps.inc(verify_steps(histogram))
+        self._draft_tokens.inc(proposed)
+        self._accepted_tokens.inc(accepted_tokens(histogram))
+        for position in range(len(self._positions), len(histogram) - 1):
+            self._positions.append(self._accepted_per_pos.labels(*self.whose, str(position)))
+        reached = 0
+        for position in range(len(histogram) - 2, -1, -1):
+            reached += histogram[position + 1]
+            self._positions[position].inc(reached)
+        self._acceptance_length.observe(length)
 
 
 def _proposed(details: Any, histogram: list[int]) -> int:

@@ -21,12 +21,16 @@ from server.call import ROUTES, Call, ClientGone, new_rid, read_body, read_call
 from server.config import GatewayTable
 from server.errors import ApiError, reason, send_error
 from server.exchange import Exchange, authorization
+from server.logs import log_answered, log_refused, requests
 from server.metrics import Metrics
+from server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 5.0
 ENGINE_KEEPALIVE_S = 3.0  # SGLang closes an idle connection after 5 s: never reuse one that it may be closing
+TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+TRACE_STATE = re.compile(rb"[ -~]{1,512}")
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -38,6 +42,7 @@ class Relay:
         self.admission = admission
         self.gateway = gateway
         self.metrics = metrics
+        self.tracing: Tracing | None = None
         self._exchanges: set[Exchange] = set()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -75,13 +80,14 @@ class Relay:
         begun = perf_counter()
         path = scope["path"]
         rid = new_rid()
-        request_id = _request_id(scope, rid)
+        heads = dict(scope["headers"])
+        request_id = _request_id(heads, rid)
         ticket = None
         try:
             if scope["method"] != "POST":
                 raise ApiError(405, f"{path} takes POST, not {scope['method']}.", headers={"allow": "POST"})
             ticket = self.admission.admit(scope)
-            raw = await read_body(scope, receive, self.gateway.max_body_bytes, self.gateway.body_timeout_s)
+            raw = await read_body(heads, receive, self.gateway.max_body_bytes, self.gateway.body_timeout_s)
             read = perf_counter()
             call = read_call(path, raw, rid, self.arms.served_name, self.arms.vocab_size)
             call.key_id, call.arm_wish = ticket.key_id, ticket.arm_wish
@@ -89,23 +95,33 @@ class Relay:
             self._leave(ticket, 0)
             self.metrics.disconnects.labels("body").inc()
             self.count(path, 499, None)
+            if not requests.disabled:
+                log_refused(path, 499, request_id, ticket.key_id if ticket else None, None)
             return
         except ApiError as error:
             self._leave(ticket, 0)
             self.metrics.rejected.labels(reason(error)).inc()
             self.count(path, error.status, None)
+            if not requests.disabled:
+                log_refused(path, error.status, request_id, ticket.key_id if ticket else None, error.code)
             await send_error(send, error, [(b"x-request-id", request_id)])
             return
         exchange = Exchange(self, call, ticket, send, request_id, begun, read)
+        exchange.trace = _trace(heads)
         self._exchanges.add(exchange)
         self.metrics.inflight.inc()
+        span = self.tracing.begin(exchange) if self.tracing else None
         try:
             await exchange.run(receive)
         finally:
+            if span:
+                span.end(exchange)
             self.metrics.inflight.dec()
             self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)
             self.count(path, exchange.status, exchange.arm)
+            if not requests.disabled:
+                log_answered(exchange, request_id)
 
     def _leave(self, ticket: Ticket | None, tokens: int) -> None:
         if ticket is not None:
@@ -147,7 +163,19 @@ class Relay:
         self.metrics.requests.labels(ROUTES[path], str(status), arm.name if arm else "none").inc()
 
 
-def _request_id(scope: Scope, rid: str) -> bytes:
+def _request_id(heads: dict[bytes, bytes], rid: str) -> bytes:
     """The client's own id where it sent one that is safe in a header and a log, else ours."""
-    theirs = dict(scope["headers"]).get(b"x-request-id", b"")
+    theirs = heads.get(b"x-request-id", b"")
     return theirs if SANE_REQUEST_ID.fullmatch(theirs) else rid.encode()
+
+
+def _trace(heads: dict[bytes, bytes]) -> dict[str, str]:
+    """The W3C trace context that goes on to the engine, where the client sent a sane one."""
+    parent = heads.get(b"traceparent")
+    if parent is None or not TRACE_PARENT.fullmatch(parent):
+        return {}
+    found = {"traceparent": parent.decode()}
+    state = heads.get(b"tracestate", b"")
+    if TRACE_STATE.fullmatch(state):
+        found["tracestate"] = state.decode()
+    return found

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -32,6 +33,7 @@ from server.logs import configure_logs
 from server.notify import notify
 from server.plan import warned
 from server.shadow import Shadow
+from server.tracing import start_tracing
 
 INTERRUPT_DRAIN_S = 3.0  # how long open streams may go on after Ctrl-C
 KEYS_LOOK_S = 2.0
@@ -128,6 +130,9 @@ class _Service:
         keys = KeyRing(keys_path(profile, table), table.limits)
         admin = AdminKey(settings.admin_key_file)
         self.gateway = Gateway(table, members, version=version, keys=keys, admin=admin, shadows=shadows)
+        self.spans: Any = None
+        if table.tracing_endpoint:
+            self.gateway.relay.tracing, self.spans = start_tracing(table.tracing_endpoint, version)
         if keys.path is None and table.host not in LOOPBACK:
             _say(f"warning: {table.host} is not loopback and there is no keys file: whoever reaches it may use it.")
         tls = (table.tls_certificate, table.tls_key)
@@ -143,6 +148,8 @@ class _Service:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             self._stop_engines()
+            if self.spans is not None:
+                self.spans.shutdown()
         if self.error is not None:
             _say(self.error)
             return 1

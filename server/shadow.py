@@ -72,7 +72,8 @@ class Shadow:
             self._count("failed")
             return
         if status == 200:
-            self.metrics.add_speculation(details, (self.arm.served_name, self.arm.drafter, self.arm.name))
+            whose = (self.arm.served_name, self.arm.drafter, self.arm.name)
+            self.metrics.of(whose).add_speculation(details)
         self._count("ok" if status == 200 else "refused")
 
     def _count(self, result: str) -> None:

@@ -77,6 +77,28 @@ def test_the_clients_ids_never_reach_the_engine(gate: Gateway, fake: FakeEngine)
     assert seen.headers["Authorization"] == "Bearer engine-api-key"
 
 
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "passed"),
+    [
+        ({"traceparent": PARENT, "tracestate": "a=1,b=2"}, {"traceparent": PARENT, "tracestate": "a=1,b=2"}),
+        ({"traceparent": PARENT}, {"traceparent": PARENT}),
+        ({"traceparent": PARENT.upper()}, {}),
+        ({"traceparent": "00-1-2-01", "tracestate": "a=1"}, {}),
+        ({"tracestate": "a=1"}, {}),
+        ({"traceparent": PARENT, "tracestate": "x" * 513}, {"traceparent": PARENT}),
+    ],
+)
+def test_a_sane_trace_context_goes_on_to_the_engine(
+    shared_gate: Gateway, shared_fake: FakeEngine, theirs: dict[str, str], passed: dict[str, str]
+) -> None:
+    assert shared_gate.ask(headers=theirs).status_code == 200
+    headers = {name.lower(): value for name, value in shared_fake.requests[-1].headers.items()}
+    assert {name: value for name, value in headers.items() if name.startswith("trace")} == passed
+
+
 def test_stream_options_keep_the_clients_other_wishes(gate: Gateway, fake: FakeEngine) -> None:
     gate.ask(stream=True, stream_options={"continuous_usage_stats": True, "include_usage": False})
     assert fake.requests[0].body["stream_options"] == {"continuous_usage_stats": True, "include_usage": True}

@@ -13,6 +13,7 @@ import pytest
 from tests.server.conftest import Gateway
 from tests.server.fake_engine import MODEL, TEXT, FakeEngine, wait_until
 from tests.server.test_relay import USER, error_of, frames_of, text_of
+from tests.server.test_relay_disconnect import send_request
 
 # --- refusals
 
@@ -293,6 +294,68 @@ def test_frames_that_keep_coming_are_no_silence(gateways: Callable[..., Gateway]
     assert len(frames_of(fake.requests[0].sent)) * 0.05 > 0.6
 
 
-def test_a_plain_answer_has_no_deadline(gateways: Callable[..., Gateway]) -> None:
+def test_a_plain_answer_is_not_held_to_the_idle_times(gateways: Callable[..., Gateway]) -> None:
     gate = gateways(prefill_timeout_s=0.1, decode_timeout_s=0.1, heartbeat_after_s=0.1)
     assert gate.ask(user="slow").status_code == 200
+
+
+# --- the deadline
+
+
+def check_stopped(gate: Gateway, fake: FakeEngine) -> None:
+    """The engine was told to stop, and nothing of the request is left."""
+    wait_until(lambda: fake.requests[0].closed_at and fake.aborts)
+    assert fake.aborts[0].rid == fake.requests[0].body["rid"]
+    wait_until(lambda: gate.metric("eyas_inflight_requests") == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_deadline_of_an_answer_that_has_not_begun(
+    gateways: Callable[..., Gateway], fake: FakeEngine, stream: bool
+) -> None:
+    gate = gateways(request_timeout_s=0.4)
+    answer = gate.ask(user="hangs_at_once", stream=stream)
+    assert answer.status_code == 504
+    assert error_of(answer)["code"] == "request_timeout"
+    check_stopped(gate, fake)
+    assert gate.ask(user="slow" if stream else "").status_code == (504 if stream else 200)
+
+
+def test_the_deadline_of_a_stream_that_goes_on(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:
+    gate = gateways(request_timeout_s=0.5)
+    *pieces, error, done = frames_of(gate.ask(user="endless", stream=True).content)
+    assert len(pieces) > 3
+    assert json.loads(error[6:])["error"]["code"] == "request_timeout"
+    assert done == b"data: [DONE]\n\n"
+    check_stopped(gate, fake)
+    assert gate.metric("eyas_stream_errors_total", kind="deadline") == 1
+
+
+def test_the_deadline_of_a_client_that_does_not_read(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:
+    gate = gateways(request_timeout_s=0.7)
+    client = send_request(gate, user="flood", stream=True)
+    client.recv(100)
+    check_stopped(gate, fake)
+    client.close()
+
+
+def test_the_deadline_after_a_ping_is_told_in_a_frame(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:
+    gate = gateways(request_timeout_s=0.5, heartbeat_after_s=0.1)
+    answer = gate.ask(user="hangs_at_once", stream=True)
+    *pings, error, done = frames_of(answer.content)
+    assert set(pings) == {b": ping\n\n"}
+    assert (json.loads(error[6:])["error"]["code"], done) == ("request_timeout", b"data: [DONE]\n\n")
+    check_stopped(gate, fake)
+
+
+@pytest.mark.parametrize("part", [b"", b"{"])
+def test_a_body_that_does_not_come_is_not_waited_for(
+    gateways: Callable[..., Gateway], fake: FakeEngine, part: bytes
+) -> None:
+    gate = gateways(body_timeout_s=0.3)
+    with socket.create_connection(("127.0.0.1", gate.port), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n" + part)
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 408") and b'"code":"body_timeout"' in answer
+    assert gate.metric("eyas_rejected_total", reason="body_timeout") == 1
+    assert gate.ask().status_code == 200
