@@ -12,7 +12,7 @@ from drafter.settings import read_settings
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
-from server.launch import check_drafter, resolve_drafter
+from server.launch import Node, check_drafter, resolve_drafter
 from server.plan import make_plan, render_plan
 from server.serve import serve
 
@@ -59,6 +59,15 @@ def parser() -> argparse.ArgumentParser:
             metavar="CHECK",
             help="pass over what one check of the preflight or the probe finds, by its name; repeatable",
         )
+        command.add_argument(
+            "--dist-init-addr",
+            metavar="HOST:PORT",
+            help="with nodes above 1: an address of the first node that the others reach",
+        )
+        if name != "serve":
+            command.add_argument(
+                "--node-rank", type=int, default=0, metavar="N", help="with nodes above 1: which this is (default: 0)"
+            )
         if name == "serve":
             command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
             command.add_argument(
@@ -84,6 +93,8 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+            command.add_argument("--context", type=_count, metavar="N", help="tokens of a request to plan for")
+            command.add_argument("--requests", type=_count, metavar="N", help="requests at a time to plan for")
     return top
 
 
@@ -93,6 +104,28 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    profile = load_profile(arguments.profile)
+    drafter = resolve_drafter(profile, arguments.drafter, here=False)
+    plan = make_plan(
+        profile,
+        drafter,
+        check_drafter(profile, drafter, arguments.force),
+        arguments.force,
+        node=Node(arguments.node_rank, arguments.dist_init_addr),
+        context=arguments.context,
+        requests=arguments.requests,
+    )
+    print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     commands = parser()
     arguments = commands.parse_args(argv)
@@ -100,11 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         commands.error("--capture loads no drafter: leave --drafter out")
     try:
         if arguments.command == "plan":
-            profile = load_profile(arguments.profile)
-            drafter = resolve_drafter(profile, arguments.drafter)
-            plan = make_plan(profile, drafter, check_drafter(profile, drafter, arguments.force), arguments.force)
-            print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
-            return 0
+            return _plan(arguments)
         if arguments.command == "engine":
             profile = load_profile(arguments.profile)
             engine = Engine(
@@ -112,13 +141,15 @@ def main(argv: list[str] | None = None) -> int:
                 "none" if arguments.capture else arguments.drafter,
                 port=arguments.port,
                 capture_dir=arguments.capture,
+                node=Node(arguments.node_rank, arguments.dist_init_addr),
                 force=arguments.force,
             )
             return run_engine(engine, arguments.command_beside)
         read_settings()  # a variable that cannot be meant is told before anything starts
         version = importlib.metadata.version("eyas")
         profile = load_profile(arguments.profile)
-        return serve(profile, arguments.drafter, arguments.host, arguments.port, version, arguments.force)
+        node = Node(first=arguments.dist_init_addr)
+        return serve(profile, arguments.drafter, arguments.host, arguments.port, version, arguments.force, node)
     except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's
         print(f"eyas: {error}", file=sys.stderr)
         return 1

@@ -31,18 +31,22 @@ from drafter.settings import read_settings
 from server import guard, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
+from server.deployment import deployment
 from server.launch import (
     ActiveDrafter,
     CapturePlan,
+    Node,
     build_launch,
     changed_arguments,
     check_drafter,
+    check_node,
     child_environment,
     is_local,
     plan_capture,
     resolve_drafter,
     with_resolved,
 )
+from server.obstacles import refuse
 
 State = Literal["new", "starting", "ready", "dead", "hung", "stopped"]
 Progress = Callable[[str], None]
@@ -81,7 +85,8 @@ class Engine:
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
-    force: names of checks whose errors are passed over. `findings` holds what the preflight found,
+    node: which of a profile's nodes this is; the first alone answers requests, and the others are ready when they have
+    loaded. force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
 
     Raises LaunchError or DrafterError for a combination that cannot be served.
@@ -99,13 +104,18 @@ class Engine:
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
+        node: Node = Node(),
         force: Collection[str] = (),
     ) -> None:
+        check_node(profile, node)
         self.profile = profile
+        self.node = node
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
         self.findings = check_drafter(profile, self.drafter, force)
+        if profile.engine.device == "cuda":
+            refuse(deployment(profile, self.drafter))
         self.probe: probe.Probe | None = None
         self.not_probed = ""
         self.capture: CapturePlan | None = plan_capture(profile, self.drafter, capture_dir) if capture_dir else None
@@ -180,10 +190,12 @@ class Engine:
         say = progress or (lambda _: None)
         try:
             self._spawn()
-            self._wait_ready(say)
-            self._compare()
-            self._check_capture()
-            self._probe(say)
+            deadline = self._wait_ready(say)
+            if self.node.rank == 0:  # the others hold a part of the model and answer nothing
+                self._ask_first(say, deadline)
+                self._compare()
+                self._check_capture()
+                self._probe(say)
         except BaseException:
             self.stop()
             raise
@@ -248,7 +260,12 @@ class Engine:
             except SpoolError as error:
                 raise EngineError(str(error)) from None
         launch = build_launch(
-            self.profile, self.drafter, port=self._port, config_file=str(self.key_file), capture=self.capture
+            self.profile,
+            self.drafter,
+            port=self._port,
+            config_file=str(self.key_file),
+            capture=self.capture,
+            node=self.node,
         )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
@@ -264,10 +281,12 @@ class Engine:
             )
         self.state = "starting"
 
-    def _wait_ready(self, say: Progress) -> None:
+    def _wait_ready(self, say: Progress) -> float:
+        """Until the engine says ready; returns when the start is overdue."""
         timeout = self.profile.engine.start_timeout_s
         deadline = time.monotonic() + timeout
         stage = "starting the process"
+        route = "ready" if self.node.rank == 0 else "health"  # all that SGLang has on other nodes
         say(stage)
         with httpx.Client(timeout=10.0, trust_env=False) as client:
             while True:
@@ -277,7 +296,7 @@ class Engine:
                         f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
                     )
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/ready").status_code == httpx.codes.OK:
+                    if client.get(f"{self.url}/{route}").status_code == httpx.codes.OK:
                         break
                 log = self.log_file.read_text(errors="replace")
                 if PORT_LOST.search(log):
@@ -288,7 +307,12 @@ class Engine:
                     say(stage)
                 if self._stopping.wait(POLL_S):
                     raise EngineError("the engine was stopped while it started.")
-            say("generating one token")
+        return deadline
+
+    def _ask_first(self, say: Progress, deadline: float) -> None:
+        """One token, and what the engine says that it runs."""
+        say("generating one token")
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
             self._generate_one(client, deadline - time.monotonic())
             info = client.get(f"{self.url}/server_info", headers=self.headers)
             info.raise_for_status()

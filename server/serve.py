@@ -17,7 +17,7 @@ from server.arms import Arm
 from server.config import Profile, ProfileError
 from server.display import StageDisplay
 from server.engine import Engine, EngineError, port_obstacle
-from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
+from server.launch import ActiveDrafter, Node, ngram_obstacle, resolve_drafter
 from server.plan import warned
 
 DRAIN_S = 3  # how long open streams may go on after Ctrl-C
@@ -34,8 +34,10 @@ def serve(
     port: int | None,
     version: str,
     force: Collection[str] = (),
+    node: Node = Node(),
 ) -> int:
-    """Serve until a signal or the engine's end. `force`: checks to pass over. Returns an exit code."""
+    """Serve until a signal or the engine's end. `force`: checks to pass over. `node`: the first of several, where the
+    profile has them. Returns an exit code."""
     gateway = profile.gateway.model_copy(
         update={"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
     )
@@ -47,7 +49,7 @@ def serve(
     if obstacle:
         print(f"eyas: {obstacle}: serving without speculation.", file=sys.stderr)
         drafter = "none"
-    engine = Engine(profile, drafter, force=force)
+    engine = Engine(profile, drafter, node=node, force=force)
     show_findings(engine)
     return _Service(engine, uvicorn_config(profile, gateway.host, gateway.port), version).run()
 
