@@ -23,10 +23,8 @@ ALLREDUCES = {
 }
 IPC = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"
 # What turns the best path off (srt/arg_groups/overrides.py, srt/distributed/parallel_state.py of SGLang 0.5.23).
-TURNS_OFF = {
-    "nvlink5-fused": "--enforce-disable-flashinfer-allreduce-fusion",
-    "nvlink4": "--disable-custom-all-reduce",
-}
+FUSION_OFF = "--enforce-disable-flashinfer-allreduce-fusion"
+TURNS_OFF = {"nvlink5-fused": {FUSION_OFF}, "nvlink4": {FUSION_OFF, "--disable-custom-all-reduce"}}
 
 
 def break_even(deployment: Deployment) -> dict[str, Any]:
@@ -68,7 +66,7 @@ def allreduce_set(deployment: Deployment) -> str:
     best, plain = ALLREDUCES[name]
     if best == "pcie-ipc":
         return best if engine.env.get(IPC, "").lower() in ("1", "true") else plain
-    return plain if TURNS_OFF[best] in engine.extra_args else best
+    return plain if TURNS_OFF[best] <= set(engine.extra_args) else best
 
 
 def _unknown(deployment: Deployment) -> str | None:

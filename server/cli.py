@@ -13,6 +13,7 @@ from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
 from server.launch import Node, check_drafter, resolve_drafter
+from server.pin import pin
 from server.plan import make_plan, render_plan
 from server.serve import serve
 
@@ -24,6 +25,8 @@ EXAMPLES = """examples:
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter none -- \\
       python -m drafter generate --url {url} --key-file {key_file} …
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
+  python -m server plan --profile deploy/profiles/kimi-k2.5-8xh200.toml --pin k2-direct=DOWNLOADED
+  python -m server plan --profile deploy/profiles/kimi-k2.5-8xh200.toml --context 32768 --requests 8
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
 """
@@ -41,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("serve", "a gateway with an OpenAI-compatible API, and the engine under it"),
         ("engine", "one engine without a gateway: what the bench and the trainer use"),
-        ("plan", "what a profile would start: argv, environment, warnings. Starts nothing, needs no GPU"),
+        ("plan", "what a profile would start: argv, environment, memory, break-even, warnings. Starts nothing, no GPU"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -93,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+            command.add_argument(
+                "--pin",
+                action="append",
+                default=[],
+                metavar="NAME[=DIR]",
+                help="write into the profile which drafter NAME is: folder, revision, sha256, layer ids; repeatable",
+            )
             command.add_argument("--context", type=_count, metavar="N", help="tokens of a request to plan for")
             command.add_argument("--requests", type=_count, metavar="N", help="requests at a time to plan for")
     return top
@@ -112,6 +122,9 @@ def _count(text: str) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     profile = load_profile(arguments.profile)
+    for asked in arguments.pin:
+        print(f"eyas: {pin(profile, asked, arguments.force)}", file=sys.stderr)
+        profile = load_profile(arguments.profile)
     drafter = resolve_drafter(profile, arguments.drafter, here=False)
     plan = make_plan(
         profile,

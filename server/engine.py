@@ -33,6 +33,7 @@ from server.capture import check_handshake, prepare_folder
 from server.config import Profile
 from server.deployment import deployment
 from server.launch import (
+    ALONE,
     ActiveDrafter,
     CapturePlan,
     Node,
@@ -104,7 +105,7 @@ class Engine:
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
-        node: Node = Node(),
+        node: Node = ALONE,
         force: Collection[str] = (),
     ) -> None:
         check_node(profile, node)

@@ -94,6 +94,9 @@ class Node:
     first: str | None = None
 
 
+ALONE = Node()
+
+
 @dataclass(frozen=True)
 class Launch:
     """One engine process. `argv` holds no key; `environment` is what is added to the inherited one.
@@ -230,7 +233,7 @@ def build_launch(
     port: int,
     config_file: str,
     capture: CapturePlan | None = None,
-    node: Node = Node(),
+    node: Node = ALONE,
 ) -> Launch:
     """The engine's command, environment and expectations. Starts nothing, needs no GPU.
 

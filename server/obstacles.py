@@ -13,10 +13,14 @@ from server.breakeven import IPC
 from server.deployment import Deployment
 from server.launch import LaunchError
 
-# layers/attention/attention_registry.py and arg_groups/attention_hook.py: what a backend was written for.
+# The compute capabilities that a backend was written for: arg_groups/overrides.py, layers/attention/.
 BACKENDS = {
-    100: ("trtllm_mla", "cutlass_mla", "cutedsl_mla", "tokenspeed_mla", "trtllm_mha"),
-    90: ("fa3", "flashmla"),
+    "trtllm_mla": (100, 120),
+    "cutedsl_mla": (100,),
+    "tokenspeed_mla": (100,),
+    "cutlass_mla": (100,),
+    "fa3": (90,),
+    "flashmla": (90,),
 }
 TREE_BACKENDS = ("flashinfer", "fa3", "triton")  # with pages of more than one token: arg_groups/speculative_hook.py
 FITS_ALL = 0.95  # of a GPU's memory: what is left runs the CUDA context, graphs and activations
@@ -80,12 +84,13 @@ def attention(deployment: Deployment) -> Iterator[str]:
     engine, compute = deployment.profile.engine, deployment.compute
     if compute is None:
         return
-    keys = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    for key, chosen in ((key, getattr(engine, key)) for key in keys):
-        for made_for, names in BACKENDS.items():
-            if chosen in names and compute != made_for:
-                fix = f'set {key} = "triton"' if compute == 120 else f"leave {key} out, and SGLang takes what is best"
-                yield f"{key} = {chosen!r} is for {GPU[made_for]} GPUs, the machine's are {GPU[compute]}: {fix}."
+    for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        chosen = getattr(engine, key)
+        made_for = BACKENDS.get(chosen, (compute,))
+        if compute not in made_for:
+            fix = f'set {key} = "triton"' if compute == 120 else f"leave {key} out, and SGLang takes what is best"
+            names = " and ".join(GPU[each] for each in made_for)
+            yield f"{key} = {chosen!r} is for {names} GPUs, the machine's are {GPU[compute]}: {fix}."
 
 
 def trees(deployment: Deployment) -> Iterator[str]:

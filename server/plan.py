@@ -15,7 +15,7 @@ from drafter.speedup_cli import DEFAULT_ACCEPTANCE, parse_acceptance
 from server.breakeven import ALLREDUCES, IPC, break_even
 from server.config import Profile
 from server.deployment import Deployment, deployment
-from server.launch import SGLANG_VERSION, ActiveDrafter, Node, build_launch, is_local, ngram_obstacle
+from server.launch import ALONE, SGLANG_VERSION, ActiveDrafter, Node, build_launch, is_local, ngram_obstacle
 from server.obstacles import refuse
 
 ENGINE_PORT = 30000  # shown in a plan only: a started engine takes a free port
@@ -28,7 +28,7 @@ def make_plan(
     findings: list[Finding],
     forced: Collection[str] = (),
     *,
-    node: Node = Node(),  # noqa: B008 (frozen)
+    node: Node = ALONE,
     context: int | None = None,
     requests: int | None = None,
 ) -> dict[str, Any]:

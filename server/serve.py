@@ -17,7 +17,7 @@ from server.arms import Arm
 from server.config import Profile, ProfileError
 from server.display import StageDisplay
 from server.engine import Engine, EngineError, port_obstacle
-from server.launch import ActiveDrafter, Node, ngram_obstacle, resolve_drafter
+from server.launch import ALONE, ActiveDrafter, Node, ngram_obstacle, resolve_drafter
 from server.plan import warned
 
 DRAIN_S = 3  # how long open streams may go on after Ctrl-C
@@ -34,7 +34,7 @@ def serve(
     port: int | None,
     version: str,
     force: Collection[str] = (),
-    node: Node = Node(),
+    node: Node = ALONE,
 ) -> int:
     """Serve until a signal or the engine's end. `force`: checks to pass over. `node`: the first of several, where the
     profile has them. Returns an exit code."""
