@@ -165,6 +165,11 @@ def machine(name: str, allreduce: str | None = None) -> Machine:
     )
 
 
+def gpu_of(machine: str) -> Mapping[str, Any]:
+    """The entry of a machine's GPU: memory_gb, compute and the rest. Raises PaperError."""
+    return _entry("gpus", _entry("machines", machine)["gpu"])
+
+
 def target(name: str) -> Target:
     """A model of the table. Raises PaperError."""
     return Target(name, _entry("models", name))

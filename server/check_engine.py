@@ -331,8 +331,19 @@ def _known_flags(package: Path) -> set[str]:
     files = [package / "srt/server_args.py", *sorted((package / "srt/arg_groups").rglob("*.py"))]
     known: set[str] = set()
     for file in filter(Path.is_file, files):
-        known |= {text for text in _strings(file) if text.startswith("--")}
         for node in ast.walk(_tree(file)):
+            known |= _other_names(node)
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 known.add("--" + node.target.id.replace("_", "-"))
     return known
+
+
+def _other_names(node: ast.AST) -> set[str]:
+    """The names that `Arg(aliases=[...])` and `add_argument("--name", ...)` give."""
+    if not isinstance(node, ast.Call):
+        return set()
+    given: list[ast.AST] = [keyword.value for keyword in node.keywords if keyword.arg == "aliases"]
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+        given += node.args
+    constants = [each.value for value in given for each in ast.walk(value) if isinstance(each, ast.Constant)]
+    return {text for text in constants if isinstance(text, str) and text.startswith("--")}

@@ -14,7 +14,8 @@ from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
 from server.enginekeys import read_keys, write_new_keys
-from server.launch import check_drafter, resolve_drafter
+from server.launch import Node, check_drafter, resolve_drafter
+from server.pin import pin
 from server.plan import make_plan, render_plan
 from server.serve import Asked, serve
 
@@ -27,6 +28,8 @@ EXAMPLES = """examples:
       python -m drafter generate --url {url} --key-file {key_file} …
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
   python -m server check-engine
+  python -m server plan --profile deploy/profiles/kimi-k2.5-8xh200.toml --pin k2-direct=DOWNLOADED
+  python -m server plan --profile deploy/profiles/kimi-k2.5-8xh200.toml --context 32768 --requests 8
 
 serve speaks plain HTTP: terminate TLS in front of it (a load balancer, nginx, Envoy), or name tls_certificate and
 tls_key in [gateway]. Metrics and administration have none: they listen on loopback unless the profile says otherwise.
@@ -48,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("serve", "a gateway with an OpenAI-compatible API, and the engine under it"),
         ("engine", "one engine without a gateway: what the bench and the trainer use"),
-        ("plan", "what a profile would start: argv, environment, warnings. Starts nothing, needs no GPU"),
+        ("plan", "what a profile would start: argv, environment, memory, break-even, warnings. Starts nothing, no GPU"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -66,6 +69,15 @@ def parser() -> argparse.ArgumentParser:
             metavar="CHECK",
             help="pass over what one check of the preflight or the probe finds, by its name; repeatable",
         )
+        command.add_argument(
+            "--dist-init-addr",
+            metavar="HOST:PORT",
+            help="with nodes above 1: an address of the first node that the others reach",
+        )
+        if name != "serve":
+            command.add_argument(
+                "--node-rank", type=int, default=0, metavar="N", help="with nodes above 1: which this is (default: 0)"
+            )
         if name == "serve":
             command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
             command.add_argument(
@@ -100,6 +112,15 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+            command.add_argument(
+                "--pin",
+                action="append",
+                default=[],
+                metavar="NAME[=DIR]",
+                help="write into the profile which drafter NAME is: folder, revision, sha256, layer ids; repeatable",
+            )
+            command.add_argument("--context", type=_count, metavar="N", help="tokens of a request to plan for")
+            command.add_argument("--requests", type=_count, metavar="N", help="requests at a time to plan for")
     text = "who may use a gateway: make, list and revoke API keys"
     keys_cli.add_arguments(commands.add_parser("keys", help=text, description=text))
     text = "whether the installed SGLang still has all that Eyas hooks, patches, asks and reads: before an upgrade"
@@ -116,6 +137,31 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    profile = load_profile(arguments.profile)
+    for asked in arguments.pin:
+        print(f"eyas: {pin(profile, asked, arguments.force)}", file=sys.stderr)
+        profile = load_profile(arguments.profile)
+    drafter = resolve_drafter(profile, arguments.drafter, here=False)
+    plan = make_plan(
+        profile,
+        drafter,
+        check_drafter(profile, drafter, arguments.force),
+        arguments.force,
+        node=Node(arguments.node_rank, arguments.dist_init_addr),
+        context=arguments.context,
+        requests=arguments.requests,
+    )
+    print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     commands = parser()
     arguments = commands.parse_args(argv)
@@ -130,11 +176,7 @@ def main(argv: list[str] | None = None) -> int:
             write_new_keys(arguments.file)
             return 0
         if arguments.command == "plan":
-            profile = load_profile(arguments.profile)
-            drafter = resolve_drafter(profile, arguments.drafter)
-            plan = make_plan(profile, drafter, check_drafter(profile, drafter, arguments.force), arguments.force)
-            print(json.dumps(plan, indent=1) if arguments.json else render_plan(plan))
-            return 0
+            return _plan(arguments)
         if arguments.command == "engine":
             profile = load_profile(arguments.profile)
             engine = Engine(
@@ -144,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
                 capture_dir=arguments.capture,
                 keys=read_keys(arguments.keys) if arguments.keys else None,
                 host=arguments.host,
+                node=Node(arguments.node_rank, arguments.dist_init_addr),
                 force=arguments.force,
             )
             return run_engine(engine, arguments.command_beside)
@@ -157,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
             engine_url=arguments.engine_url,
             engine_keys=arguments.engine_keys,
             force=arguments.force,
+            node=Node(first=arguments.dist_init_addr),
         )
         return serve(profile, asked, version)
     except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from drafter.roofline import data as machines_on_paper
 from drafter.settings import read_settings
 
 RESERVED_DRAFTERS = ("none", "ngram")
@@ -30,6 +31,8 @@ OWNED_FLAGS = frozenset(
         "--tp-size",
         "--tensor-parallel-size",
         "--nnodes",
+        "--node-rank",
+        "--dist-init-addr",
         "--dtype",
         "--quantization",
         "--context-length",
@@ -81,6 +84,8 @@ class Table(BaseModel):
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
+LayerIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Convention = Literal["output_of_layer", "input_to_layer"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what an argument of a command can hold
 
@@ -159,6 +164,9 @@ class EngineTable(Table):
                 raise ValueError(f"env has {name}, which fakes acceptance: remove it")
             if name.startswith("EYAS_"):
                 raise ValueError(f"env has {name}, which is for Eyas itself to set: remove it")
+        if self.tp % self.nodes:
+            raise ValueError(f"tp is {self.tp}, which {self.nodes} nodes cannot share evenly: make it a multiple")
+        return self
 
 
 class Speculation(Table):
@@ -204,6 +212,8 @@ class DrafterTable(Table):
     """One drafter of the profile: a folder (EAGLE3), or NGRAM with its parameters.
 
     `layer_ids` restates the drafter's own `eagle_config` and must agree with it; the folder is never changed.
+    `convention` names what they mean, as in [capture]. `override_layer_ids` has the engine capture other layers than
+    the folder says, for an A/B of two readings of the same ids.
     `adaptive`: the number of draft steps follows the load and the acceptance, by SGLang's own table (true) or by a file
     of `python -m drafter speedup --adaptive-config`; left out, as [speculation] says.
     """
@@ -213,6 +223,8 @@ class DrafterTable(Table):
     sha256: Sha256 | None = None
     algorithm: Literal["EAGLE3", "NGRAM"] = "EAGLE3"
     layer_ids: list[int] | None = None
+    convention: Convention | None = None
+    override_layer_ids: LayerIds | None = None
     attention_backend: str | None = None
     quantization: str | None = None
     num_steps: Count | None = None
@@ -227,6 +239,12 @@ class DrafterTable(Table):
             raise ValueError("an EAGLE3 drafter needs 'path' (without one, SGLang loads the target as its own drafter)")
         if self.algorithm == "NGRAM" and self.path:
             raise ValueError("NGRAM has no weights: remove 'path'")
+        asked, own = self.override_layer_ids, self.layer_ids
+        if asked and own and len(asked) != len(own):
+            raise ValueError(
+                f"override_layer_ids has {len(asked)} ids, layer_ids {len(own)}: the drafter takes as many states as "
+                "it was trained on, so name as many layers"
+            )
         return self
 
 
@@ -316,8 +334,8 @@ class CaptureTable(Table):
     (`input_to_layer`) unless the first is 1. A start is refused where the engine does not mean `convention`.
     """
 
-    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    convention: Literal["output_of_layer", "input_to_layer"]
+    layer_ids: LayerIds
+    convention: Convention
 
     @model_validator(mode="after")
     def _different(self) -> CaptureTable:
@@ -334,13 +352,17 @@ class ProbeTable(Table):
 
 
 class Profile(Table):
-    """A whole profile. `source` is its file and `sha256` the hash of the file's bytes."""
+    """A whole profile. `source` is its file and `sha256` the hash of the file's bytes.
+
+    `machine` is a name of drafter/roofline.toml, for one node: what the plan's memory, break-even and refusals are for.
+    """
 
     source: Path
     sha256: Sha256
     target: Target
     engine: EngineTable
     default_drafter: str = "none"
+    machine: str | None = None
     speculation: Speculation = Speculation()
     drafters: dict[str, DrafterTable] = {}
     gateway: GatewayTable = GatewayTable()
@@ -356,6 +378,9 @@ class Profile(Table):
             raise ValueError("drafters.ngram: 'ngram' is reserved; its algorithm must be NGRAM")
         if self.arms and all(arm.shadow for arm in self.arms.values()):
             raise ValueError("arms: all of them are shadows, whose answers are never returned: add one that answers")
+        known = machines_on_paper()["machines"]
+        if self.machine is not None and self.machine not in known:
+            raise ValueError(f"machine {self.machine!r} is not known: choose from {', '.join(known)}, or leave it out")
         return self
 
     @property

@@ -30,21 +30,26 @@ from drafter.settings import read_settings
 from server import guard, keep, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
+from server.deployment import deployment
 from server.enginekeys import EngineKeys, new_keys
 from server.keep import KeptProcess
 from server.launch import (
+    ALONE,
     SGLANG_VERSION,
     ActiveDrafter,
     CapturePlan,
+    Node,
     build_launch,
     changed_arguments,
     check_drafter,
+    check_node,
     child_environment,
     is_local,
     plan_capture,
     resolve_drafter,
     with_resolved,
 )
+from server.obstacles import refuse
 
 State = Literal["new", "starting", "ready", "dead", "hung", "stopped"]
 Progress = Callable[[str], None]
@@ -84,7 +89,8 @@ class Engine:
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
     keys: the engine's keys (default: new ones). host: where it listens.
-    force: names of checks whose errors are passed over. `findings` holds what the preflight found,
+    node: which of a profile's nodes this is; the first alone answers requests, and the others are ready when they have
+    loaded. force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
     keep_as: the engine may outlive this process, and is written down in this file; one that is written down already,
     and would be started the same, is taken over instead.
@@ -106,15 +112,20 @@ class Engine:
         capture_dir: Path | None = None,
         keys: EngineKeys | None = None,
         host: str = "127.0.0.1",
+        node: Node = ALONE,
         force: Collection[str] = (),
         keep_as: Path | None = None,
     ) -> None:
+        check_node(profile, node)
         self.profile = profile
         self.host = host
+        self.node = node
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
         )
         self.findings = check_drafter(profile, self.drafter, force)
+        if profile.engine.device == "cuda":
+            refuse(deployment(profile, self.drafter))
         self.probe: probe.Probe | None = None
         self.not_probed = ""
         self.capture: CapturePlan | None = plan_capture(profile, self.drafter, capture_dir) if capture_dir else None
@@ -194,10 +205,12 @@ class Engine:
             self._adopted = self._adopt(say)
             if not self._adopted:
                 self._spawn()
-            self._wait_ready(say)
-            self._compare()
-            self._check_capture()
-            self._probe(say)
+            deadline = self._wait_ready(say)
+            if self.node.rank == 0:  # the others hold a part of the model and answer nothing
+                self._ask_first(say, deadline)
+                self._compare()
+                self._check_capture()
+                self._probe(say)
             self._write_down()
         except BaseException:
             self.stop()
@@ -287,6 +300,7 @@ class Engine:
             config_file=str(self.key_file),
             capture=self.capture,
             host=self.host,
+            node=self.node,
         )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
@@ -305,7 +319,7 @@ class Engine:
         self.state = "starting"
 
     def _arguments_sha256(self) -> str:
-        launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, capture=None)
+        launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, node=self.node)
         return keep.arguments_sha256(launch.argv, launch.environment, SGLANG_VERSION)
 
     def _adopt(self, say: Progress) -> bool:
@@ -322,7 +336,9 @@ class Engine:
             known = False
         if known and kept.arguments_sha256 == self._arguments_sha256():
             say("taking over the engine that runs")
-            launch = build_launch(self.profile, self.drafter, port=kept.port, config_file=str(self.key_file))
+            launch = build_launch(
+                self.profile, self.drafter, port=kept.port, config_file=str(self.key_file), node=self.node
+            )
             self.argv, self._expected, self.state = launch.argv, launch.expected, "starting"
             return True
         say("stopping the kept engine: it was started with other arguments" if known else "stopping the kept engine")
@@ -341,10 +357,12 @@ class Engine:
         kept = keep.Kept(pid, keep.started_at(pid), self._arguments_sha256(), self._port, str(self.run_dir))
         keep.write_record(self._keep_as, kept)
 
-    def _wait_ready(self, say: Progress) -> None:
+    def _wait_ready(self, say: Progress) -> float:
+        """Until the engine says ready; returns when the start is overdue."""
         timeout = self.profile.engine.start_timeout_s
         deadline = time.monotonic() + timeout
         stage = "starting the process"
+        route = "ready" if self.node.rank == 0 else "health"  # all that SGLang has on other nodes
         say(stage)
         with httpx.Client(timeout=10.0, trust_env=False) as client:
             while True:
@@ -354,7 +372,7 @@ class Engine:
                         f"the engine was not ready after {timeout:.0f} s (the profile's start_timeout_s), while {stage}"
                     )
                 with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{self.url}/ready").status_code == httpx.codes.OK:
+                    if client.get(f"{self.url}/{route}").status_code == httpx.codes.OK:
                         break
                 log = self.log_file.read_text(errors="replace")
                 if PORT_LOST.search(log):
@@ -365,7 +383,12 @@ class Engine:
                     say(stage)
                 if self._stopping.wait(POLL_S):
                     raise EngineError("the engine was stopped while it started.")
-            say("generating one token")
+        return deadline
+
+    def _ask_first(self, say: Progress, deadline: float) -> None:
+        """One token, and what the engine says that it runs."""
+        say("generating one token")
+        with httpx.Client(timeout=10.0, trust_env=False) as client:
             self._generate_one(client, deadline - time.monotonic())
             info = client.get(f"{self.url}/server_info", headers=self.headers)
             info.raise_for_status()

@@ -5,6 +5,7 @@ Also what to expect afterwards: SGLang changes arguments silently, so the resolv
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -86,6 +87,17 @@ class CapturePlan:
 
 
 @dataclass(frozen=True)
+class Node:
+    """Which of the profile's nodes this is, from 0, and where the first one listens for the others (HOST:PORT)."""
+
+    rank: int = 0
+    first: str | None = None
+
+
+ALONE = Node()
+
+
+@dataclass(frozen=True)
 class Launch:
     """One engine process. `argv` holds no key; `environment` is what is added to the inherited one.
 
@@ -104,11 +116,13 @@ def resolve_drafter(
     num_steps: int | None = None,
     topk: int | None = None,
     draft_tokens: int | None = None,
+    here: bool = True,
 ) -> ActiveDrafter:
     """Find a drafter: a reserved name, then `[drafters.NAME]` of the profile, then the registry, then a folder.
 
-    `num_steps`, `topk` and `draft_tokens` override the profile's for an EAGLE3 drafter.
-    The folder is opened, and checked by `check_drafter`. Raises LaunchError or DrafterError.
+    `num_steps`, `topk` and `draft_tokens` override the profile's for an EAGLE3 drafter. A profile's `path` may be a
+    registered name. The folder is opened, and checked by `check_drafter`; with `here` false it may be missing, as for a
+    plan. Raises LaunchError or DrafterError.
     """
     name = profile.default_drafter if name is None else name
     if name == "none":
@@ -132,7 +146,14 @@ def resolve_drafter(
 
     assert table.path
     path = resolve_path(table.path, base)
-    folder = open_folder(Path(path)) if is_local(path) else None
+    if not is_local(path) and (registered_path := registry.known().get(path)):
+        path = str(registered_path.resolve())
+    if here and not is_local(path) and "/" not in path:
+        raise LaunchError(
+            f"drafter {name}: {path!r} is neither a registered drafter nor a folder beside the profile: make it "
+            "(`python -m drafter remap` or `train`, into the drafters folder of EYAS_HOME), or correct its path."
+        )
+    folder = open_folder(Path(path)) if is_local(path) and (here or os.path.lexists(path)) else None
     asked = profile.speculation
     chosen_topk = topk or table.topk or asked.topk
     chosen_steps = num_steps or table.num_steps or asked.num_steps
@@ -201,7 +222,8 @@ def plan_capture(profile: Profile, drafter: ActiveDrafter, folder: Path) -> Capt
             f"drafter {drafter.name} names no layers that could be captured: use an EAGLE3 drafter on this disk whose "
             "eagle_config has eagle_aux_hidden_state_layer_ids, or none."
         )
-    return CapturePlan(folder, drafter.folder.layer_ids, None)
+    override = drafter.table.override_layer_ids if drafter.table else None
+    return CapturePlan(folder, override or drafter.folder.layer_ids, None)
 
 
 def build_launch(
@@ -212,14 +234,17 @@ def build_launch(
     config_file: str,
     capture: CapturePlan | None = None,
     host: str = "127.0.0.1",
+    node: Node = ALONE,
 ) -> Launch:
     """The engine's command, environment and expectations. Starts nothing, needs no GPU.
 
-    `config_file` will hold the keys; its name must end in `.yaml`.
+    `config_file` will hold the keys; its name must end in `.yaml`. Raises LaunchError for a node that is none of the
+    profile's.
     """
     engine, target = profile.engine, profile.target
     on_cpu = engine.device == "cpu"
     local = is_local(profile.model_path)
+    check_node(profile, node)
     flags: list[tuple[str, object]] = [
         ("--config", config_file),
         ("--model-path", profile.model_path),
@@ -231,6 +256,8 @@ def build_launch(
         ("--device", engine.device),
         ("--tp", engine.tp if engine.tp > 1 else None),
         ("--nnodes", engine.nodes if engine.nodes > 1 else None),
+        ("--node-rank", str(node.rank) if engine.nodes > 1 else None),
+        ("--dist-init-addr", node.first),
         ("--dtype", engine.dtype),
         ("--quantization", engine.quantization),
         ("--kv-cache-dtype", engine.kv_cache_dtype),
@@ -261,6 +288,22 @@ def build_launch(
             expected["return_aux_hidden_state_layer_ids"] = capture.layer_ids
             expected["aux_hidden_state_capture"] = CAPTURE_ALGORITHM.lower()
     return Launch(argv, environment, expected)
+
+
+def check_node(profile: Profile, node: Node) -> None:
+    """Raises LaunchError where a node is none of the profile's, or does not know where the first one is."""
+    nodes = profile.engine.nodes
+    if nodes == 1 and (node.rank or node.first):
+        raise LaunchError(
+            f"profile {profile.source} has one node: leave --node-rank and --dist-init-addr out, or set nodes."
+        )
+    if nodes > 1 and node.first is None:
+        raise LaunchError(
+            f"profile {profile.source} has nodes = {nodes}: give --dist-init-addr HOST:PORT, an address of the first "
+            f"node that the others reach, and --node-rank 0 to {nodes - 1}, another on each."
+        )
+    if not 0 <= node.rank < nodes:
+        raise LaunchError(f"--node-rank is {node.rank}, but the profile has nodes = {nodes}: 0 to {nodes - 1}.")
 
 
 def child_environment(
@@ -373,7 +416,21 @@ def _speculation_flags(profile: Profile, drafter: ActiveDrafter) -> list[tuple[s
         ("--speculative-draft-model-quantization", table.quantization),
         ("--speculative-adaptive", bool(_adaptive(profile, drafter))),
         ("--speculative-adaptive-config", _adaptive_file(profile, drafter)),
+        ("--json-model-override-args", _override(drafter)),
     ]
+
+
+def _override(drafter: ActiveDrafter) -> str | None:
+    """The drafter's `eagle_config` with other layers, for SGLang to put over its config.json.
+
+    SGLang sets the same on the target's config, which has no such key and reads none (utils/hf_transformers/config.py).
+    """
+    assert drafter.table
+    if drafter.table.override_layer_ids is None:
+        return None
+    own = drafter.folder.config.get("eagle_config") if drafter.folder else None
+    ids = {"eagle_aux_hidden_state_layer_ids": drafter.table.override_layer_ids}
+    return json.dumps({"eagle_config": {**(own or {"use_aux_hidden_state": True}), **ids}})
 
 
 def _adaptive(profile: Profile, drafter: ActiveDrafter) -> bool | str:

@@ -27,7 +27,7 @@ from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
 from server.health import RemoteArm
 from server.keep import record_file
-from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
+from server.launch import ALONE, ActiveDrafter, Node, ngram_obstacle, resolve_drafter
 from server.local import LocalArm
 from server.logs import configure_logs
 from server.notify import notify
@@ -43,7 +43,7 @@ RELOADABLE = ("keys_file", "limits", "max_inflight", "queue_limit", "queue_timeo
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says beside the profile. `engine_url`: serve this engine, and start none."""
+    """What the command line says beside the profile. `engine_url`: serve this engine, and start none. `node`: of a local one."""
 
     drafter: str | None = None
     host: str | None = None
@@ -51,6 +51,7 @@ class Asked:
     engine_url: str | None = None
     engine_keys: Path | None = None
     force: Collection[str] = ()
+    node: Node = ALONE
 
 
 class Listener(uvicorn.Server):
@@ -244,7 +245,7 @@ class _Service:
             drafter = "none"
         keep = profile.engine.on_gateway_exit == "keep"
         kept_as = record_file(read_settings().runs, profile.source, name) if keep else None
-        make = partial(Engine, profile, drafter, force=self.asked.force, keep_as=kept_as)
+        make = partial(Engine, profile, drafter, force=self.asked.force, node=self.asked.node, keep_as=kept_as)
         arm = Arm(name, "", "", "", profile.target.served_name, chosen.name, weight=table.weight)
         local = LocalArm(
             arm,

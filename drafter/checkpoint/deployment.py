@@ -11,7 +11,8 @@ from drafter.checkpoint.subject import Deployment
 
 
 def read_deployment(profile: Path, folder: Path) -> Deployment:
-    """How a profile would serve the drafter in `folder`, by the table of [drafters] whose path is that folder.
+    """How a profile would serve the drafter in `folder`, by the table of [drafters] whose path is that folder, or
+    names it as the registry does.
 
     Raises DrafterError.
     """
@@ -45,7 +46,9 @@ def read_deployment(profile: Path, folder: Path) -> Deployment:
 def _table_of(drafters: dict[str, dict[str, Any]], base: Path, folder: Path) -> tuple[str, dict[str, Any]]:
     for name, table in drafters.items():
         path = table.get("path")
-        if isinstance(path, str) and (base / Path(path).expanduser()).resolve() == folder.resolve():
+        if not isinstance(path, str):
+            continue
+        if path == folder.resolve().name or (base / Path(path).expanduser()).resolve() == folder.resolve():
             return name, table
     return folder.name, {}
 

@@ -38,7 +38,9 @@ KIMI = {
     "tree": ("mla_noised_a", {"num_steps": 3, "topk": 4, "draft_tokens": 8}),
     "mha-chain": ("mha_noised_a", {"num_steps": 3}),
     "ngram": ("ngram", {}),
+    "tp2": ("mla_noised_a", {"num_steps": 3, "tp": 2}),
 }
+SLOW = {"tp2": 16}  # prompts of a variant that is slow here: two ranks meet twice a layer, perhaps on one core
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ def _answer(text: str, extension: dict[str, Any], usage: dict[str, Any]) -> Answ
     return Answer(tuple(flat), text, extension.get("spec_tokens_details"), usage)
 
 
-def ask_all(gateway: Gateway, engine: Engine, stream: bool) -> list[Answer]:
+def ask_all(gateway: Gateway, engine: Engine, stream: bool, count: int = PROMPTS) -> list[Answer]:
     with ThreadPoolExecutor(CONCURRENCY) as threads:
-        return list(threads.map(lambda prompt: ask(gateway.url, engine.served_name, prompt, stream), prompts()))
+        asked = prompts()[:count]
+        return list(threads.map(lambda prompt: ask(gateway.url, engine.served_name, prompt, stream), asked))
 
 
 def gateway_before(engine: Engine) -> Gateway:
@@ -138,9 +141,9 @@ def test_greedy_output_is_unchanged(
     wanted = reference(references, engines, pair)
     drafter, options = {"llama": LLAMA, "kimi": KIMI}[target][variant]
     engine = engines.get(pair, drafter, **options)
-    gateway = gateway_before(engine)
+    gateway, count = gateway_before(engine), SLOW.get(variant, PROMPTS)
     try:
-        answers = [answer for stream in (False, True) for answer in ask_all(gateway, engine, stream)]
+        answers = [answer for stream in (False, True) for answer in ask_all(gateway, engine, stream, count)]
         counted = {
             name: gateway.metric(f"eyas_spec_{name}_total")
             for name in ("verify_steps", "accepted_tokens", "draft_tokens", "unreported_requests")
@@ -152,14 +155,14 @@ def test_greedy_output_is_unchanged(
         gateway.stop()
 
     for number, answer in enumerate(answers):
-        want = wanted[number % PROMPTS]
-        assert answer.ids == want.ids, f"prompt {number % PROMPTS}"
+        want = wanted[number % count]
+        assert answer.ids == want.ids, f"prompt {number % count}"
         assert answer.text == want.text
         assert answer.usage["completion_tokens"] == TOKENS == len(answer.ids)
         check_identities(answer)
 
     histograms = [answer.details["spec_correct_drafts_histogram"] for answer in answers if answer.details]
-    assert len(histograms) == 2 * PROMPTS
+    assert len(histograms) == 2 * count
     total = add_histograms(histograms)
     assert counted["unreported_requests"] == 0
     assert counted["verify_steps"] == verify_steps(total)

@@ -61,7 +61,7 @@ def test_what_is_missing_is_named(copy, capsys, file, before, after, reason):
     capsys.readouterr()
     assert main(["check-engine", "--sglang", str(copy), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["missing"]
-    assert found and all(reason in each["reason"] or reason == each["reason"] for each in found), found
+    assert any(reason in each["reason"] for each in found), found
     assert main(["check-engine", "--sglang", str(copy)]) == 1
     shown = capsys.readouterr().err
     assert found[0]["what"] in shown and "carry Eyas over" in shown

@@ -15,6 +15,7 @@ from drafter.checkpoint.preflight import read_folder
 from server.config import load_profile
 from server.launch import (
     LaunchError,
+    Node,
     build_launch,
     changed_arguments,
     check_drafter,
@@ -307,3 +308,47 @@ def test_a_registered_drafter_goes_by_its_name(profile, tmp_path, monkeypatch):
     found = resolve_drafter(ours, "other")
     assert (found.name, found.path) == ("other", str(other))
     assert resolve_drafter(ours, "mine").path == str(tmp_path / "mine") != str(hidden)
+
+
+def test_a_profile_may_name_a_registered_drafter_by_its_path(profile, tmp_path, monkeypatch):
+    """And one that is still to be made is refused at a start, not taken for a hub id; a plan goes on without it."""
+    monkeypatch.setenv("EYAS_HOME", str(tmp_path / "home"))
+    made = profile(edit=("[drafters.tree]", '[drafters.later]\npath = "made-later"\n[drafters.tree]'))
+    with pytest.raises(LaunchError, match="'made-later' is neither a registered drafter nor a folder"):
+        resolve_drafter(made, "later")
+    assert resolve_drafter(made, "later", here=False).folder is None
+    folder = write_drafter(tmp_path / "home" / "drafters" / "made-later")
+    assert resolve_drafter(made, "later").path == str(folder)
+
+
+def test_other_layers_keep_the_rest_of_the_drafters_own_config(profile, tmp_path):
+    made = profile(
+        edit=("[drafters.tree]", '[drafters.o]\npath = "./mine"\noverride_layer_ids = [2, 3, 4]\n[drafters.tree]')
+    )
+    write_drafter(
+        tmp_path / "mine", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": False}
+    )
+    override = json.loads(flags(made, "o")["--json-model-override-args"])
+    assert override == {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4], "use_aux_hidden_state": False}}
+    assert "--json-model-override-args" not in flags(made, "mine")
+
+
+def test_nodes(profile):
+    one = profile()
+    several = profile(edit=("[engine]", "[engine]\ntp = 4\nnodes = 2"))
+
+    def argv(made, node):
+        return build_launch(made, resolve_drafter(made, "none"), port=1, config_file="k.yaml", node=node).argv
+
+    second = " ".join(argv(several, Node(1, "a:1")))
+    assert "--tp 4 --nnodes 2 --node-rank 1 --dist-init-addr a:1" in second
+    assert "--node-rank 0" in " ".join(argv(several, Node(0, "a:1"))) and "--node-rank" not in argv(one, Node())
+    for made, node, says in (
+        (several, Node(), "give --dist-init-addr HOST:PORT"),
+        (several, Node(2, "a:1"), "--node-rank is 2, but the profile has nodes = 2: 0 to 1"),
+        (several, Node(-1, "a:1"), "--node-rank is -1"),
+        (one, Node(1), "has one node"),
+        (one, Node(0, "a:1"), "has one node"),
+    ):
+        with pytest.raises(LaunchError, match=says):
+            argv(made, node)
