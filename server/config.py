@@ -153,6 +153,8 @@ class EngineTable(Table):
             if owned:
                 raise ValueError(f"extra_args has {flag}, but {owned} is set from a key of the profile: use that key")
         self._nothing_faked(self.env)
+        if self.tp % self.nodes:
+            raise ValueError(f"tp is {self.tp}, which {self.nodes} nodes cannot share evenly: make it a multiple")
         return self
 
     @staticmethod
@@ -164,9 +166,6 @@ class EngineTable(Table):
                 raise ValueError(f"env has {name}, which fakes acceptance: remove it")
             if name.startswith("EYAS_"):
                 raise ValueError(f"env has {name}, which is for Eyas itself to set: remove it")
-        if self.tp % self.nodes:
-            raise ValueError(f"tp is {self.tp}, which {self.nodes} nodes cannot share evenly: make it a multiple")
-        return self
 
 
 class Speculation(Table):

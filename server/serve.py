@@ -43,7 +43,10 @@ RELOADABLE = ("keys_file", "limits", "max_inflight", "queue_limit", "queue_timeo
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says beside the profile. `engine_url`: serve this engine, and start none. `node`: of a local one."""
+    """What the command line says beside the profile. `engine_url`: serve this engine, and start none.
+
+    `node`: which of a local engine's nodes this is.
+    """
 
     drafter: str | None = None
     host: str | None = None

@@ -144,7 +144,7 @@ def test_the_commands_are_those_of_the_command_line(made, overlay):
     documents = {(each["kind"], each["metadata"]["name"]): each for each in made[overlay]}
     for owner, template in pods(made[overlay]):
         (container,) = template["spec"]["containers"]
-        words = container["args"]
+        words = [word.replace("$(LWS_WORKER_INDEX)", "1") for word in container["args"]]
         arguments = parser().parse_args(words)
         (profiles,) = [each["configMap"]["name"] for each in template["spec"]["volumes"] if "configMap" in each]
         assert arguments.profile.name in documents["ConfigMap", profiles]["data"], owner
