@@ -7,7 +7,7 @@ DRAFTER ?=
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help install speculators-env peers-env model tiny serve test test-all test-fast lint lock clean
+.PHONY: help install speculators-env peers-env ops-env model tiny serve test test-all test-fast lint lock clean
 
 help:  ## this text
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,18 @@ peers-env: .cache/peers/.installed  ## LiteLLM, SGLang's router and the npm clie
 	@.cache/peers/python/bin/python -m pip install -q --no-deps -r requirements-peers.lock
 	@cp tests/engine/clients/package.json tests/engine/clients/package-lock.json .cache/peers/npm/
 	@cd .cache/peers/npm && npm ci --no-audit --no-fund --silent
+	@touch $@
+
+ops-env: .cache/ops/.installed  ## promtool, hadolint and Kubernetes' schemas, for the tests of deploy/
+
+.cache/ops/.installed: requirements-ops.lock $(STAMP)
+	@rm -rf .cache/ops && $(PY) -m venv .cache/ops
+	@.cache/ops/bin/python -m pip install -q --no-deps -r requirements-ops.lock
+	@# Debian's package, unpacked beside: installed, it would start a server
+	@command -v promtool >/dev/null && command -v prometheus >/dev/null || { cd .cache/ops && \
+	  { apt-get -q download prometheus >/dev/null 2>&1 || { apt-get -q update && apt-get -q download prometheus; } >/dev/null; } && \
+	  dpkg -x prometheus_*.deb . && ln -sf ../usr/bin/prometheus ../usr/bin/promtool bin/; } || \
+	  { echo "eyas: no prometheus and promtool: install Prometheus (Debian: apt-get install prometheus)" >&2; exit 1; }
 	@touch $@
 
 lock: $(STAMP)  ## write requirements.lock anew from what .venv holds

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 
 from server.engine import RESOLVED, EngineError
+from server.enginekeys import EngineKeys, read_keys
 from server.launch import ActiveDrafter
 
 ANSWER_TIMEOUT_S = 30.0
-
-
-class KeyFileError(ValueError):
-    """A key file that holds no key."""
 
 
 class Attached:
@@ -33,10 +29,10 @@ class Attached:
     simulated = False  # so far as anybody can tell
 
     def __init__(self, name: str, url: str, key_file: Path | None = None) -> None:
-        keys = _read_keys(key_file)
+        keys = read_keys(key_file) if key_file else EngineKeys("", "")
         self.url = url.rstrip("/")
-        self.headers = _bearer(keys.get("api-key"))
-        self.admin_headers = _bearer(keys.get("admin-api-key")) or self.headers
+        self.headers = _bearer(keys.api)
+        self.admin_headers = _bearer(keys.admin) or self.headers
         self.drafter = ActiveDrafter(name, "NONE")
         self.served_name = ""
         self.version = ""
@@ -85,17 +81,5 @@ class Attached:
         )
 
 
-def _bearer(key: str | None) -> dict[str, str]:
+def _bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
-
-
-def _read_keys(file: Path | None) -> dict[str, str]:
-    if file is None:
-        return {}
-    try:
-        keys = orjson.loads(file.read_bytes())
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise KeyFileError(f"key file {file} cannot be read ({error}): give the one that the engine wrote.") from None
-    if not isinstance(keys, dict) or not any(isinstance(keys.get(name), str) for name in ("api-key", "admin-api-key")):
-        raise KeyFileError(f"key file {file} holds no api-key: give the one that the engine wrote.")
-    return {name: key for name, key in keys.items() if isinstance(key, str)}

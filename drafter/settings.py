@@ -18,6 +18,7 @@ class Settings:
     keys_file, admin_key_file: the gateway's own keys, where it has any.
     capture_dir: set on an engine process alone, by `python -m server engine --capture`.
     log: one of debug, info, warning, error.
+    notify_socket: set by systemd for a unit of Type=notify.
     """
 
     home: Path
@@ -25,6 +26,7 @@ class Settings:
     admin_key_file: Path | None
     capture_dir: Path | None
     log: str
+    notify_socket: str | None = None
 
     @property
     def models(self) -> Path:
@@ -61,4 +63,5 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         admin_key_file=path("EYAS_ADMIN_KEY_FILE"),
         capture_dir=path("EYAS_CAPTURE_DIR"),
         log=log,
+        notify_socket=env.get("NOTIFY_SOCKET") or None,
     )

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drafter.arguments import whole
+from drafter.break_even_rules import break_even_rules
 from drafter.costs import read_costs
 from drafter.public_points import CONTEXT, Point, median_error, median_error_by_source, points
 from drafter.report import Report, read_report, write_text
@@ -84,6 +86,8 @@ def add_speedup(commands: Any) -> None:
     add("--report", type=Path, metavar="FILE", help="take the acceptance of a report's drafter")
     add("--variant", metavar="NAME", help="which of the report's drafters (default: the only one)")
     add("--adaptive-config", type=Path, metavar="FILE", help="write SGLang's --speculative-adaptive-config")
+    add("--break-even-rules", type=Path, metavar="FILE", help="write break-even by load as Prometheus rules")
+    add("--num-steps", type=whole(), default=3, metavar="K", help="draft steps of those rules (default: 3)")
     add("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
     command.set_defaults(run=run_speedup)
 
@@ -103,6 +107,8 @@ def run_speedup(args: argparse.Namespace) -> int:
         raise ValueError(f"--context is {args.context:g}, expected a number of tokens.")
     if args.adaptive_config and not args.costs:
         raise ValueError("--adaptive-config needs --costs: times on paper are too far off to serve by.")
+    if args.break_even_rules and not args.costs and len(args.machine or MACHINES) != 1:
+        raise ValueError("--break-even-rules are for one machine: give --costs, or one --machine.")
     overall, parts = _acceptance(args)
     if args.costs:
         costs = read_costs(args.costs)
@@ -114,6 +120,10 @@ def run_speedup(args: argparse.Namespace) -> int:
     else:
         found = {"predictions": [_on_paper(args, name, overall) for name in args.machine or MACHINES]}
         found["points"] = _points(points())
+        costs = _paper(args, (args.machine or MACHINES)[0])
+    if args.break_even_rules:
+        command = f"python -m drafter speedup {_chosen(args)} --num-steps {args.num_steps} --break-even-rules FILE"
+        write_text(args.break_even_rules, break_even_rules(costs, args.num_steps, command))
     found["acceptance"] = list(overall)
     if args.json:
         print(json.dumps(found))
@@ -163,11 +173,25 @@ def _variant(report: Report, name: str | None) -> Mapping[str, Any]:
     return longest
 
 
+def _paper(args: argparse.Namespace, name: str) -> Costs:
+    """The costs of a machine on paper, as the flags have it."""
+    model, drafter = target(args.model or MODELS.get(name, "kimi-k2.5-int4")), args.drafter or DRAFTER
+    fits(model, drafter)
+    return paper_costs(machine(name, args.allreduce), model, drafter, BATCHES, STEPS, args.context or CONTEXT)
+
+
+def _chosen(args: argparse.Namespace) -> str:
+    """The flags that say which costs, as they were given."""
+    if args.costs:
+        return f"--costs {args.costs.name}"
+    given = [("machine", (args.machine or MACHINES)[0]), *((name, getattr(args, name)) for name in ON_PAPER[1:])]
+    return " ".join(f"--{name} {value}" for name, value in given if value is not None)
+
+
 def _on_paper(args: argparse.Namespace, name: str, overall: Acceptance) -> dict[str, Any]:
     model = target(args.model or MODELS.get(name, "kimi-k2.5-int4"))
     on, drafter, context = machine(name, args.allreduce), args.drafter or DRAFTER, args.context or CONTEXT
-    fits(model, drafter)
-    costs = paper_costs(on, model, drafter, BATCHES, STEPS, context)
+    costs = _paper(args, name)
     found = _prediction(costs, overall)
     for row in found["batches"]:
         batch, best = row["batch"], row["best_steps"]

@@ -1,4 +1,4 @@
-"""python -m server serve|engine|plan|keys."""
+"""python -m server serve|engine|plan|keys|check-engine|engine-keys."""
 
 import signal
 import sys

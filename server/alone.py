@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from server.display import StageDisplay
 from server.engine import Engine, EngineError
+from server.notify import notify
 from server.serve import probe_text, show_findings, speculation_text
 
 POLL_S = 0.2
@@ -29,6 +30,7 @@ def run_engine(engine: Engine, command: Sequence[str]) -> int:
     try:
         with StageDisplay() as display:
             engine.start(display)
+        notify("READY=1", "STATUS=ready")
         what = speculation_text(engine.drafter)
         if engine.capture:
             what = f"no drafter; layers {engine.capture.layer_ids} go to {engine.capture.folder}"
@@ -48,6 +50,7 @@ def run_engine(engine: Engine, command: Sequence[str]) -> int:
         return code
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        notify("STOPPING=1")
         engine.stop()
 
 

@@ -223,7 +223,7 @@ def _read_secret(path: Path) -> bytes:
         secret = path.read_bytes().strip()
     except OSError as error:
         raise KeysError(f"admin key file {path} cannot be read ({error.strerror}).") from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if mode & (stat.S_IWGRP | stat.S_IRWXO):  # a group may read: Kubernetes gives its secrets to one
         raise KeysError(f"admin key file {path} can be read by others: chmod 600 {path}.")
     if len(secret) < 16:
         raise KeysError(f"admin key file {path} holds {len(secret)} characters, expected a secret of 16 or more.")

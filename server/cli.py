@@ -1,4 +1,4 @@
-"""The command line of the serving rooms: serve, engine, plan, keys."""
+"""The command line of the serving rooms: serve, engine, plan, keys, check-engine, engine-keys."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from drafter.settings import read_settings
-from server import keys_cli
+from server import check_engine, keys_cli
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
+from server.enginekeys import read_keys, write_new_keys
 from server.launch import Node, check_drafter, resolve_drafter
 from server.pin import pin
 from server.plan import make_plan, render_plan
@@ -26,6 +27,7 @@ EXAMPLES = """examples:
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter none -- \\
       python -m drafter generate --url {url} --key-file {key_file} …
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
+  python -m server check-engine
   python -m server plan --profile deploy/profiles/kimi-k2.5-8xh200.toml --pin k2-direct=DOWNLOADED
   python -m server plan --profile deploy/profiles/kimi-k2.5-8xh200.toml --context 32768 --requests 8
 
@@ -89,9 +91,11 @@ def parser() -> argparse.ArgumentParser:
                 "--engine-keys", type=Path, metavar="FILE", help="JSON with that engine's api-key and admin-api-key"
             )
         if name == "engine":
+            command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
             command.add_argument(
-                "--port", type=_port, metavar="N", help="port of 127.0.0.1 for the engine (default: a free one)"
+                "--keys", type=Path, metavar="FILE", help="a file of `engine-keys` (default: new keys at each start)"
             )
+            command.add_argument("--port", type=_port, metavar="N", help="port for the engine (default: a free one)")
             command.add_argument(
                 "--capture",
                 type=Path,
@@ -119,6 +123,11 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--requests", type=_count, metavar="N", help="requests at a time to plan for")
     text = "who may use a gateway: make, list and revoke API keys"
     keys_cli.add_arguments(commands.add_parser("keys", help=text, description=text))
+    text = "whether the installed SGLang still has all that Eyas hooks, patches, asks and reads: before an upgrade"
+    check_engine.add_arguments(commands.add_parser("check-engine", help=text, description=text))
+    text = "make a key file for an engine and its gateways"
+    command = commands.add_parser("engine-keys", help=text, description=text)
+    command.add_argument("file", type=Path, metavar="FILE")
     return top
 
 
@@ -161,6 +170,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command == "keys":
             return keys_cli.run(arguments)
+        if arguments.command == "check-engine":
+            return check_engine.run(arguments.sglang, as_json=arguments.json)
+        if arguments.command == "engine-keys":
+            write_new_keys(arguments.file)
+            return 0
         if arguments.command == "plan":
             return _plan(arguments)
         if arguments.command == "engine":
@@ -170,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
                 "none" if arguments.capture else arguments.drafter,
                 port=arguments.port,
                 capture_dir=arguments.capture,
+                keys=read_keys(arguments.keys) if arguments.keys else None,
+                host=arguments.host,
                 node=Node(arguments.node_rank, arguments.dist_init_addr),
                 force=arguments.force,
             )

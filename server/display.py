@@ -1,4 +1,4 @@
-"""What a person sees while an engine starts: a live line on a terminal, one line for each stage elsewhere."""
+"""What is seen while an engine starts: a live line on a terminal, one line for each stage elsewhere, and by systemd."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import threading
 import time
 from types import TracebackType
 from typing import Self, TextIO
+
+from server.notify import notify
 
 REFRESH_S = 0.2
 FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -29,6 +31,7 @@ class StageDisplay:
 
     def __call__(self, stage: str) -> None:
         self._stage = stage
+        notify(f"STATUS={stage}")
         if not self._live:
             print(f"eyas: {self.elapsed_s:5.1f} s  {stage}", file=self._stream, flush=True)
 

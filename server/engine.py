@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
-import orjson
 import psutil
 
 from drafter.data.spool import SpoolError
@@ -32,6 +31,7 @@ from server import guard, keep, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
 from server.deployment import deployment
+from server.enginekeys import EngineKeys, new_keys
 from server.keep import KeptProcess
 from server.launch import (
     ALONE,
@@ -88,6 +88,7 @@ class Engine:
     simulate_accept_len: every verify step accepts so many tokens, whatever the drafter says (cost measurement only).
     capture_dir: the engine writes the hidden states of the prompts of `python -m drafter capture` there; with the
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
+    keys: the engine's keys (default: new ones). host: where it listens.
     node: which of a profile's nodes this is; the first alone answers requests, and the others are ready when they have
     loaded. force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
@@ -109,12 +110,15 @@ class Engine:
         draft_tokens: int | None = None,
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
+        keys: EngineKeys | None = None,
+        host: str = "127.0.0.1",
         node: Node = ALONE,
         force: Collection[str] = (),
         keep_as: Path | None = None,
     ) -> None:
         check_node(profile, node)
         self.profile = profile
+        self.host = host
         self.node = node
         self.drafter: ActiveDrafter = resolve_drafter(
             profile, drafter, num_steps=num_steps, topk=topk, draft_tokens=draft_tokens
@@ -132,8 +136,8 @@ class Engine:
         self.version = ""
         self.argv: list[str] = []
         self.resolved: dict[str, Any] = {}
-        self.api_key = secrets.token_hex(24)
-        self.admin_key = secrets.token_hex(24)
+        keys = keys or new_keys()
+        self.api_key, self.admin_key = keys.api, keys.admin
         self.on_end: Callable[[Engine], None] | None = None
         self._force = frozenset(force)
         self._simulate_accept_len = simulate_accept_len
@@ -147,7 +151,8 @@ class Engine:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        """Where this machine reaches it."""
+        return f"http://{loopback_of(self.host)}:{self._port}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -270,14 +275,14 @@ class Engine:
     def _spawn(self) -> None:
         if self._port is None:
             self._port = free_port()
-        elif not port_is_free("127.0.0.1", self._port):
+        elif not port_is_free(self.host, self._port):
             raise EngineError(f"port {self._port} is taken: stop what listens there, or choose another port.")
         if self._run_dir is None:
             stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
             self._run_dir = read_settings().runs / f"engine-{stamp}-{secrets.token_hex(3)}"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write_private(self.key_file, orjson.dumps({"api-key": self.api_key, "admin-api-key": self.admin_key}))
+            _write_private(self.key_file, EngineKeys(self.api_key, self.admin_key).document)
             _write_private(self.log_file, b"")
         except OSError as error:
             raise EngineError(
@@ -294,6 +299,7 @@ class Engine:
             port=self._port,
             config_file=str(self.key_file),
             capture=self.capture,
+            host=self.host,
             node=self.node,
         )
         self.argv, self._expected = launch.argv, launch.expected
@@ -313,7 +319,7 @@ class Engine:
         self.state = "starting"
 
     def _arguments_sha256(self) -> str:
-        launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, capture=None)
+        launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, node=self.node)
         return keep.arguments_sha256(launch.argv, launch.environment, SGLANG_VERSION)
 
     def _adopt(self, say: Progress) -> bool:
@@ -330,7 +336,9 @@ class Engine:
             known = False
         if known and kept.arguments_sha256 == self._arguments_sha256():
             say("taking over the engine that runs")
-            launch = build_launch(self.profile, self.drafter, port=kept.port, config_file=str(self.key_file))
+            launch = build_launch(
+                self.profile, self.drafter, port=kept.port, config_file=str(self.key_file), node=self.node
+            )
             self.argv, self._expected, self.state = launch.argv, launch.expected, "starting"
             return True
         say("stopping the kept engine: it was started with other arguments" if known else "stopping the kept engine")
@@ -523,6 +531,12 @@ def port_obstacle(host: str, port: int) -> str | None:
                 return f"port {port} of {host} needs privileges: use --port with one above 1023."
             return f"{host} is no address of this machine ({error.strerror or error}): use --host with one that is."
     return None
+
+
+def loopback_of(host: str) -> str:
+    """How this machine reaches a server that listens on `host`, as the host of a URL."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{shown}]" if ":" in shown else shown
 
 
 def port_is_free(host: str, port: int) -> bool:

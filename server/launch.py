@@ -233,6 +233,7 @@ def build_launch(
     port: int,
     config_file: str,
     capture: CapturePlan | None = None,
+    host: str = "127.0.0.1",
     node: Node = ALONE,
 ) -> Launch:
     """The engine's command, environment and expectations. Starts nothing, needs no GPU.
@@ -250,7 +251,7 @@ def build_launch(
         ("--revision", target.revision),
         ("--served-model-name", target.served_name),
         ("--trust-remote-code", target.trust_remote_code),
-        ("--host", "127.0.0.1"),
+        ("--host", host),
         ("--port", port),
         ("--device", engine.device),
         ("--tp", engine.tp if engine.tp > 1 else None),

@@ -22,13 +22,15 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
-from server.engine import Engine, port_obstacle
+from server.engine import Engine, loopback_of, port_obstacle
+from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
 from server.health import RemoteArm
 from server.keep import record_file
 from server.launch import ALONE, ActiveDrafter, Node, ngram_obstacle, resolve_drafter
 from server.local import LocalArm
 from server.logs import configure_logs
+from server.notify import notify
 from server.plan import warned
 from server.shadow import Shadow
 from server.tracing import start_tracing
@@ -173,6 +175,7 @@ class _Service:
         await asyncio.wait((stop, *servers, *others), return_when=asyncio.FIRST_COMPLETED)
         if not self.stopping.is_set():
             self.error = self.error or "a listener ended by itself; its last lines are above."
+        notify("STOPPING=1")
         await self.gateway.drain(self.drain_s, self.cut_short)
         for task in (stop, *others):
             task.cancel()
@@ -184,6 +187,8 @@ class _Service:
         """Look after remote arms and the keys file."""
         while not self.public.started:
             await asyncio.sleep(0.01)
+        if not self.locals:
+            notify("READY=1", "STATUS=serving")  # live at once: /readyz says when an engine is ready
         session = self.gateway.relay.session
         async with asyncio.TaskGroup() as group:
             for arm in self.remotes:
@@ -262,12 +267,13 @@ class _Service:
         return arm
 
     def _remote(self, name: str, table: ArmTable) -> Arm:
-        api_key, admin_key = engine_keys(table.engine_keys_file, self.profile.source.parent)
+        named = table.engine_keys_file
+        keys = read_keys(self.profile.source.parent / Path(named).expanduser()) if named else EngineKeys("", "")
         arm = Arm(
             name,
             (table.url or "").rstrip("/"),
-            api_key,
-            admin_key,
+            keys.api,
+            keys.admin,
             self.profile.target.served_name,
             table.drafter or "unknown",
             capacity=table.max_running_requests,
@@ -278,9 +284,10 @@ class _Service:
 
     def _ready(self, engine: Engine, elapsed_s: float) -> None:
         config = self.public.config
-        admin = f"http://{shown_host(self.private.config.host)}:{self.private.config.port}"
+        admin = f"http://{loopback_of(self.private.config.host)}:{self.private.config.port}"
         scheme = "https" if config.is_ssl else "http"
         print(ready_text(engine, scheme, config.host, config.port, elapsed_s, admin), flush=True)
+        notify("READY=1", "STATUS=serving")
 
     def _lost(self, reason: str) -> None:
         def lost() -> None:
@@ -315,21 +322,6 @@ def beside(profile: Profile, named: str | None) -> Path | None:
     return None if named is None else profile.source.parent / Path(named).expanduser()
 
 
-def engine_keys(named: str | None, base: Path) -> tuple[str, str]:
-    """The API key and the admin key of a remote engine; empty without a file. Raises ProfileError."""
-    if named is None:
-        return "", ""
-    path = base / Path(named).expanduser()
-    try:
-        keys = json.loads(path.read_bytes())
-        return str(keys["api-key"]), str(keys.get("admin-api-key", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        kind = type(error).__name__
-        raise ProfileError(
-            f"engine keys file {path} is no JSON object with 'api-key' and 'admin-api-key' ({kind})."
-        ) from None
-
-
 def _say(text: str) -> None:
     print(f"eyas: {text}", file=sys.stderr, flush=True)
 
@@ -362,14 +354,9 @@ def probe_text(engine: Engine) -> list[str]:
     return [f"none: {engine.not_probed}"] if engine.drafter.algorithm == "EAGLE3" else []
 
 
-def shown_host(host: str) -> str:
-    """The host as it stands in a URL that works on this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-
-
 def ready_text(engine: Engine, scheme: str, host: str, port: int, elapsed_s: float, admin: str) -> str:
     """The lines that say that it serves: URL, a curl to copy, what speculates, what is limited."""
-    url = f"{scheme}://{shown_host(host)}:{port}"
+    url = f"{scheme}://{loopback_of(host)}:{port}"
     body = {
         "model": engine.served_name,
         "messages": [{"role": "user", "content": "What is an eyas?"}],
