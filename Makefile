@@ -7,7 +7,7 @@ DRAFTER ?=
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help install speculators-env model serve test test-fast lint lock clean
+.PHONY: help install speculators-env peers-env model serve test test-fast lint lock clean
 
 help:  ## this text
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,10 +24,10 @@ serve: install  ## an OpenAI-compatible endpoint on 127.0.0.1:$(PORT); Ctrl-C st
 	@exec $(PY) -m server serve --profile "$(PROFILE)" --port $(PORT) $(if $(DRAFTER),--drafter "$(DRAFTER)")
 
 test: install lint  ## the whole suite, on the real engine
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not peers"
 
 test-fast: install  ## without engines
-	$(PY) -m pytest -m "not engine and not slow"
+	$(PY) -m pytest -m "not engine and not slow and not peers"
 
 lint: $(STAMP)  ## ruff and types
 	$(PY) -m ruff check .
@@ -42,6 +42,16 @@ speculators-env: .cache/speculators/.installed  ## the real speculators, for the
 	@$(PY) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  > "$$(.cache/speculators/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
 	@.cache/speculators/bin/python -m pip install -q --no-deps --ignore-installed -r requirements-speculators.lock
+	@touch $@
+
+peers-env: .cache/peers/.installed  ## LiteLLM, SGLang's router and the npm client, to ask and to be measured beside
+
+.cache/peers/.installed: requirements-peers.lock tests/engine/clients/package-lock.json
+	@command -v npm >/dev/null || { echo "npm is missing: install Node.js 20 or newer with npm, then try again." >&2; exit 1; }
+	@rm -rf .cache/peers && mkdir -p .cache/peers/npm && $(PYTHON) -m venv .cache/peers/python
+	@.cache/peers/python/bin/python -m pip install -q --no-deps -r requirements-peers.lock
+	@cp tests/engine/clients/package.json tests/engine/clients/package-lock.json .cache/peers/npm/
+	@cd .cache/peers/npm && npm ci --no-audit --no-fund --silent
 	@touch $@
 
 lock: $(STAMP)  ## write requirements.lock anew from what .venv holds

@@ -30,7 +30,7 @@ ABOUT = {"model_path": MODEL, "served_model_name": MODEL, "is_generation": True,
 
 
 async def upstream(scope: Scope, receive: Receive, send: Send) -> None:
-    """The engine, as a raw ASGI application. `max_tokens` of a request is the number of its stream's pieces."""
+    """The engine, as a raw ASGI application. A request's limit of tokens is the number of its stream's pieces."""
     if scope["type"] == "lifespan":
         while (message := await receive())["type"] != "lifespan.shutdown":
             await send({"type": f"{message['type']}.complete"})
@@ -68,7 +68,7 @@ async def stream(send: Send, asked: dict[str, Any]) -> None:
     delta = {"role": None, "content": TEXT, "reasoning_content": None, "tool_calls": None}
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
     piece = frame({**base, "choices": [choice], "usage": None})
-    count = asked.get("max_tokens") or 1
+    count = asked.get("max_completion_tokens") or asked.get("max_tokens") or 1
     tick = asyncio.get_running_loop().time()
     for at in range(count):
         tick += PACE_S

@@ -37,8 +37,8 @@ class Call:
     """A request as far as the gateway must know it.
 
     raw, tail: the engine gets the client's bytes less their last brace, then `tail`, which holds `rid`. wants_*: what
-    the client asked for itself. prompts: how many a list holds, None for a single one. several: more than one answer to
-    a prompt (n > 1). structured: the answer is held to a schema, a grammar or a tool's arguments. asked: the client's
+    the client asked for itself. prompts: how many a list holds, None for a single one. each: answers to a prompt.
+    structured: the answer is held to a schema, a grammar or a tool's arguments. asked: the client's
     own fields, read only. key_id, arm_wish: the ticket's.
     """
 
@@ -50,21 +50,31 @@ class Call:
     wants_usage: bool
     wants_details: bool
     prompts: int | None
-    several: bool
+    each: int
     structured: bool
     asked: dict[str, Any]
     key_id: str = "none"
     arm_wish: str | None = None
 
     @property
+    def chat(self) -> bool:
+        """It is a conversation, not a text to continue."""
+        return ROUTES[self.path] == "chat"
+
+    @property
     def answers_one(self) -> bool:
         """Exactly one answer comes back."""
-        return not self.several and self.prompts is None
+        return self.each == 1 and self.prompts is None
+
+    @property
+    def answers(self) -> int:
+        """How many answers come back."""
+        return self.each * (self.prompts or 1)
 
     @property
     def abort_ids(self) -> list[str]:
         """The ids under which the engine can be told to stop; for n > 1 it mints its own, so there are none."""
-        if self.several:
+        if self.each > 1:
             return []
         return [self.rid] if self.prompts is None else [f"{self.rid}_{at}" for at in range(self.prompts)]
 
@@ -129,7 +139,7 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int
         wants_usage=_flag(options or {}, "include_usage"),
         wants_details=_flag(asked, "return_spec_tokens_details"),
         prompts=prompts,
-        several=_answers(asked.get("n")) > 1,
+        each=_answers(asked.get("n")),
         structured=_structured(asked),
         asked=asked,
     )

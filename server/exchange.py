@@ -22,7 +22,7 @@ from server.admission import Ticket
 from server.arms import Arm, Outcome
 from server.call import Call
 from server.errors import DONE_FRAME, ApiError, Headers, engine_answered, engine_framed, reason, send_error
-from server.sse import PIECE, AnswerStream, details_of, drop_details
+from server.sse import LEAK, PIECE, AnswerStream, details_of, drop_details
 
 if TYPE_CHECKING:
     from server.relay import Relay
@@ -35,6 +35,7 @@ ERROR_BODY_LIMIT = 64 * 1024
 LARGE_BODY_BYTES = 64 * 1024
 PING_FRAME = b": ping\n\n"
 STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+SAID = ("content", "tool_calls", "reasoning_content")
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 End = Literal["gone", "silent", "late", "stopping"]
@@ -275,6 +276,9 @@ class Exchange:
             raise _refusal(engine_framed(frames.error))
         if not frames.done:
             raise Fault(ApiError(502, "the engine's answer ended early.", code="engine_died"), "died", "truncated")
+        # Of each answer of a chat come a piece with the role and one with the finish; between them, what it says.
+        empty = self.call.chat and frames.pieces <= 2 * self.call.answers
+        self._flag(empty=empty, leaked=frames.leaked)
         self._account(frames.usage, frames.details)
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
@@ -300,7 +304,16 @@ class Exchange:
         self.first_frame_at = perf_counter()
         await self._start(200, [*described, (b"content-length", b"%d" % len(raw))])
         await self._send_last(raw)
+        empty = self.call.chat and any(_says_nothing(choice) for choice in answer.get("choices") or ())
+        self._flag(empty=empty, leaked=LEAK in raw)
         self._account(answer.get("usage"), details)
+
+    def _flag(self, *, empty: bool, leaked: bool) -> None:
+        """Count what parsers of tool calls and of thoughts are known to do. The answer is passed on all the same."""
+        if empty:
+            self.counted.empty_answers.inc()
+        if leaked:
+            self.counted.leaked_tool_tokens.inc()
 
     def _account(self, usage: Any, details: Any) -> None:
         """Count a finished answer."""
@@ -362,6 +375,11 @@ class LargeBody(aiohttp.Payload):
 
 def _payload(call: Call) -> bytes | LargeBody:
     return call.body if len(call.raw) < LARGE_BODY_BYTES else LargeBody(call)
+
+
+def _says_nothing(choice: Any) -> bool:
+    held = choice.get("message") if isinstance(choice, dict) else None
+    return isinstance(held, dict) and not any(held.get(name) for name in SAID)
 
 
 async def _read_error(response: aiohttp.ClientResponse) -> bytes:

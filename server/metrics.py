@@ -108,6 +108,10 @@ class Metrics:
         self.queue_depth = gauge("queue_depth", "Requests that wait for a slot.")
         self.queue_wait = histogram("queue_wait_seconds", "How long those waited that had to.", _WAIT_S)
         self.shadow_requests = counter("shadow_requests", "Requests copied to a shadow arm.", ("arm", "result"))
+        self.empty_answers = counter("empty_answers", "Finished conversations of which an answer said nothing.", WHOSE)
+        self.leaked_tool_tokens = counter(
+            "leaked_tool_tokens", "Finished requests with a tool call's tokens in their text.", WHOSE
+        )
         self.engine_up = gauge("engine_up", "1 while the arm takes requests.", ("arm",))
         self.engine_restarts = counter("engine_restarts", "Engines started again, by why.", ("arm", "reason"))
         self.engine_uptime = gauge("engine_uptime_seconds", "Since the arm's engine became ready.", ("arm",))
@@ -155,6 +159,8 @@ class ArmMetrics:
         self.whose = whose
         self.ttft = metrics.ttft.labels(*whose)
         self.tpot = metrics.tpot.labels(*whose)
+        self.empty_answers = metrics.empty_answers.labels(*whose)
+        self.leaked_tool_tokens = metrics.leaked_tool_tokens.labels(*whose)
         self._verify_steps = metrics.spec_verify_steps.labels(*whose)
         self._draft_tokens = metrics.spec_draft_tokens.labels(*whose)
         self._accepted_tokens = metrics.spec_accepted_tokens.labels(*whose)

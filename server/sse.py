@@ -13,12 +13,14 @@ import orjson
 SEPARATOR = b"\n\n"
 # Inside a JSON string these quotes would be escaped, so a text that speaks of choices never matches.
 PIECE = b'"choices":[{'
+LEAK = b"<|tool_call"  # Kimi's own tokens, which a parser of tool calls takes out of the text unless it has failed
 
 
 class AnswerStream:
     """Feed it the upstream's chunks, send on what it returns.
 
     usage, details: the engine's usage and speculation statistics, once their frames have passed.
+    pieces: how many pieces of the answer have passed. leaked: a tool's tokens stood in one of them as text.
     error: the `error` of an error frame. done: `[DONE]` has passed, and what comes after it is ignored.
     """
 
@@ -27,6 +29,8 @@ class AnswerStream:
         self.wants_details = wants_details
         self.usage: dict[str, Any] | None = None
         self.details: Any = None
+        self.pieces = 0
+        self.leaked = False
         self.error: Any = None
         self.done = False
         self._tail = bytearray()
@@ -37,7 +41,11 @@ class AnswerStream:
         An unfinished frame waits, so that an error can still be told after an upstream that broke inside one.
         """
         block = chunk if not self._tail and chunk.endswith(SEPARATOR) else self._cut(chunk)
-        if block.count(PIECE) == block.count(SEPARATOR):
+        pieces = block.count(PIECE)
+        self.pieces += pieces
+        if LEAK in block:
+            self.leaked = True
+        if pieces == block.count(SEPARATOR):
             return block
         return self._sift(block)
 

@@ -19,7 +19,14 @@ from aiohttp import web
 API_KEY, ADMIN_KEY = "engine-api-key", "engine-admin-key"
 MODEL = "tiny"
 TEXT = 'Zażółć gęślą jaźń, 日本語, 🦅 and \\n\\n; "choices":[{ or [DONE] or data: are only words here.'
+LEAKED = "<|tool_calls_section_begin|><|tool_call_begin|>functions.fly:0"
 QUEUE_FULL = {"object": "error", "message": "The request queue is full.", "type": "ServiceUnavailable", "code": 503}
+TOOL_PIECES = [
+    {"index": 0, "delta": {"role": "assistant", "content": None, "reasoning_content": "Let me \u2026"}},
+    {"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "functions.fly:0", "function": {"name": "fly"}}]}},
+    {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"to": "no'}}]}},
+    {"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": 'rth \\u0017\n\n"}'}}]}},
+]
 TOO_LONG = {"object": "error", "message": "The input is too long.", "type": "BadRequest", "param": None, "code": 400}
 
 
@@ -246,6 +253,10 @@ def plain_answer(seen: Seen, how: str) -> dict[str, Any]:
     choices = []
     for index in range(seen.body.get("n", 1)):
         text = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+        if how == "says_nothing":
+            text = {"message": {"role": "assistant", "content": None}} if chat else {"text": ""}
+        if how == "leaks":
+            text = {"message": {"role": "assistant", "content": LEAKED}} if chat else {"text": LEAKED}
         choices.append({"index": index, **text, "logprobs": None, "finish_reason": "stop"})
     answer = {
         "id": seen.body["rid"],
@@ -322,8 +333,14 @@ def stream_frames(seen: Seen, how: str) -> list[bytes]:
         return frame({**base, "choices": [{"index": index, **held, "logprobs": None, "finish_reason": finish}]})
 
     answers = range(seen.body.get("n", 1))
-    words = [TEXT[at : at + 5] for at in range(0, len(TEXT), 5)]
+    words: list[str | None] = [TEXT[at : at + 5] for at in range(0, len(TEXT), 5)]
+    if how == "says_nothing":
+        words = [None]
+    if how == "leaks":
+        words = ["", LEAKED]
     frames = [piece(index, word) for word in words for index in answers]
+    if how == "tool_call":
+        frames = [frame({**base, "choices": [choice]}) for choice in TOOL_PIECES]
     frames += [piece(index, None, "stop") for index in answers]
     extension = extension_for(seen, how)
     if extension:
