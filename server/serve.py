@@ -22,7 +22,7 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
-from server.engine import Engine, port_obstacle
+from server.engine import Engine, port_obstacle, vocab_size_of
 from server.gateway import LOOPBACK, Gateway
 from server.health import RemoteArm
 from server.keep import record_file
@@ -268,6 +268,7 @@ class _Service:
             admin_key,
             self.profile.target.served_name,
             table.drafter or "unknown",
+            vocab_size=vocab_size_of(self.profile),
             capacity=table.max_running_requests,
             weight=table.weight,
         )
