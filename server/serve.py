@@ -168,9 +168,10 @@ class _Service:
         for local in self.locals:
             local.start()
         stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait((stop, *servers, *others), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait((stop, *servers, *others), return_when=asyncio.FIRST_COMPLETED)
         if not self.stopping.is_set():
-            self.error = self.error or "a listener ended by itself; its last lines are above."
+            found = next((task.exception() for task in done if task.exception()), None)
+            self.error = f"the gateway ended by itself: {found!r}"
         await self.gateway.drain(self.drain_s, self.cut_short)
         for task in (stop, *others):
             task.cancel()
@@ -182,6 +183,10 @@ class _Service:
         """Look after remote arms and the keys file."""
         while not self.public.started:
             await asyncio.sleep(0.01)
+        if not self.locals:  # else the ready text says it, once there is something to ask
+            scheme, config = "https" if self.public.config.is_ssl else "http", self.public.config
+            arms = ", ".join(self.gateway.arms.names)
+            _say(f"gateway at {scheme}://{shown_host(config.host)}:{config.port}/v1 before {arms}")
         session = self.gateway.relay.session
         async with asyncio.TaskGroup() as group:
             for arm in self.remotes:

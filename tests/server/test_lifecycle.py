@@ -87,7 +87,7 @@ class Asking(threading.Thread):
         self.start()
 
 
-def wait_for(holds, within=15.0):
+def wait_for(holds, within=45.0):
     deadline = time.monotonic() + within
     while not holds():
         assert time.monotonic() < deadline, "what the test waits for did not happen"
@@ -262,6 +262,7 @@ def test_a_remote_engine_by_url(gateway, tmp_path, fake):
     assert answer.status_code == 200 and answer.headers["x-eyas-drafter"] == "little-eagle"
     refused = httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": [100]})
     assert refused.status_code == 400, "an engine dies of a token that its target does not know"
+    served.wait_for(f"gateway at {served.url}/v1")
     fake.stop_listening()
     wait_for(lambda: httpx.get(f"{served.url}/readyz").status_code == 503, within=30)
     assert served.end(signal.SIGTERM) == 0
