@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WHOSE = ("model", "drafter", "arm")
+KINDS = (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
 Whose = tuple[str, str, str]
 
 _ACCEPTANCE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
@@ -99,7 +100,10 @@ class Metrics:
             "leaked_tool_tokens", "Finished requests with a tool call's tokens in their text.", WHOSE
         )
         self.engine_up = gauge("engine_up", "1 while the arm takes requests.", ("arm",))
+        # A look-up by labels costs more than the counting: each is done once.
         self._arms: dict[Whose, ArmMetrics] = {}
+        self._requests: dict[tuple[str, int, str], Counter] = {}
+        self._tokens: dict[tuple[str, str], Counter] = {}
         gauge("build_info", "Always 1; the labels say what runs.", ("version",)).labels(version).set(1)
 
     def watch_arm(self, arm: Arm) -> None:
@@ -113,12 +117,23 @@ class Metrics:
             found = self._arms[whose] = ArmMetrics(self, whose)
         return found
 
+    def count_request(self, route: str, status: int, arm: str) -> None:
+        """Count a request by how it ended."""
+        key = (route, status, arm)
+        counter = self._requests.get(key)
+        if counter is None:
+            counter = self._requests[key] = self.requests.labels(route, str(status), arm)
+        counter.inc()
+
     def add_usage(self, usage: Mapping[str, Any] | None, key_id: str = "none") -> None:
         """Count a finished request's tokens; an engine that reports none counts none."""
-        for kind in ("prompt", "completion"):
-            count = (usage or {}).get(f"{kind}_tokens")
+        for kind, name in KINDS:
+            count = (usage or {}).get(name)
             if isinstance(count, int) and count > 0:
-                self.tokens.labels(kind, key_id).inc(count)
+                counter = self._tokens.get((kind, key_id))
+                if counter is None:
+                    counter = self._tokens[kind, key_id] = self.tokens.labels(kind, key_id)
+                counter.inc(count)
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, whose media type is CONTENT_TYPE."""
@@ -126,7 +141,7 @@ class Metrics:
 
 
 class ArmMetrics:
-    """The metrics of one arm and drafter, looked up once: a look-up by labels costs more than the counting."""
+    """The metrics of one arm and drafter."""
 
     def __init__(self, metrics: Metrics, whose: Whose) -> None:
         self.whose = whose

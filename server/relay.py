@@ -40,6 +40,7 @@ class Relay:
         self.gateway = gateway
         self.metrics = metrics
         self._exchanges: set[Exchange] = set()
+        metrics.inflight.set_function(lambda: len(self._exchanges))
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -92,11 +93,9 @@ class Relay:
         exchange = Exchange(self, call, ticket, send, request_id, begun, read)
         exchange.trace = _trace(heads)
         self._exchanges.add(exchange)
-        self.metrics.inflight.inc()
         try:
             await exchange.run(receive)
         finally:
-            self.metrics.inflight.dec()
             self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)
             self.count(path, exchange.status, exchange.arm)
@@ -138,7 +137,7 @@ class Relay:
 
     def count(self, path: str, status: int, arm: Arm | None) -> None:
         """Count a request that is over; `arm` is where it was sent, None where no arm saw it."""
-        self.metrics.requests.labels(ROUTES[path], str(status), arm.name if arm else "none").inc()
+        self.metrics.count_request(ROUTES[path], status, arm.name if arm else "none")
 
 
 def _request_id(heads: dict[bytes, bytes], rid: str) -> bytes:
