@@ -1,4 +1,4 @@
-"""python -m server serve|engine|plan."""
+"""python -m server serve|engine|plan|keys."""
 
 import signal
 import sys

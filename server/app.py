@@ -14,18 +14,18 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.admission import Admission
-from server.arms import Arm, Arms
 from server.call import ROUTES
-from server.config import GatewayTable
 from server.errors import RETRY_AFTER_LOADING_S, ApiError
-from server.metrics import CONTENT_TYPE, Metrics
-from server.relay import Relay
+from server.gateway import Gateway
+from server.metrics import CONTENT_TYPE
 
 _ERRORS = {
     "400": "The request is malformed.",
+    "401": "The API key is missing or unknown.",
+    "403": "An arm was chosen without the admin key.",
     "404": "The model does not exist.",
     "413": "The body is too large.",
+    "429": "The key is over a limit, or the queue is full: try again after Retry-After.",
     "502": "The engine cannot be reached, or its answer broke off.",
     "503": "The model is loading, or the engine is down or full: try again after Retry-After.",
     "504": "The engine was silent for too long.",
@@ -41,12 +41,10 @@ class ControlApi(FastAPI):
         return schema
 
 
-def create_app(arm: Arm, gateway: GatewayTable, *, version: str) -> ASGIApp:
-    """The gateway before `arm`. Run it in one process, with its lifespan on."""
-    metrics = Metrics(version)
-    metrics.watch_arm(arm)
-    relay = Relay(Arms([arm]), Admission(), gateway, metrics)
-    api = _control_api(arm, relay, metrics, version)
+def create_app(gateway: Gateway) -> ASGIApp:
+    """The public application. Run it in one process, with its lifespan on."""
+    relay = gateway.relay
+    api = _control_api(gateway)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in ROUTES:
@@ -57,29 +55,40 @@ def create_app(arm: Arm, gateway: GatewayTable, *, version: str) -> ASGIApp:
     return app
 
 
-def _control_api(arm: Arm, relay: Relay, metrics: Metrics, version: str) -> FastAPI:
+def _control_api(gateway: Gateway) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await relay.open()
+        await gateway.open()
         yield
-        await relay.close()
+        await gateway.close()
 
     api = ControlApi(
         title="Eyas",
-        version=version,
+        version=gateway.version,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={HTTPException: _openai_error},
+        exception_handlers=ERROR_HANDLERS,
     )
 
     @api.get("/v1/models", summary="The models served here")
-    async def models() -> dict[str, Any]:
+    async def models(request: Request) -> dict[str, Any]:
+        authorization = request.headers.get("authorization")
+        gateway.admission.keys.who(None if authorization is None else authorization.encode("latin-1"))
         return {
             "object": "list",
-            "data": [{"id": arm.served_name, "object": "model", "created": 0, "owned_by": "eyas"}],
+            "data": [{"id": gateway.arms.served_name, "object": "model", "created": 0, "owned_by": "eyas"}],
         }
+
+    add_health(api, gateway)
+    if gateway.metrics_in_public:
+        add_metrics(api, gateway)
+    return api
+
+
+def add_health(api: FastAPI, gateway: Gateway) -> None:
+    """The two routes that a supervisor asks."""
 
     @api.get("/healthz", summary="200 while the gateway lives")
     async def healthz() -> dict[str, str]:
@@ -87,28 +96,36 @@ def _control_api(arm: Arm, relay: Relay, metrics: Metrics, version: str) -> Fast
 
     @api.get("/readyz", summary="200 while requests can be answered, else 503 with the reason")
     async def readyz() -> JSONResponse:
-        if arm.state == "ready":
-            return JSONResponse({"status": "ready"})
-        return JSONResponse(
-            {"status": arm.state, "reason": arm.detail or f"arm {arm.name} is {arm.state}"},
-            status_code=503,
-            headers={"retry-after": str(RETRY_AFTER_LOADING_S)},
-        )
+        status, reason = gateway.readiness()
+        if status == "ready":
+            return JSONResponse({"status": status})
+        headers = {"retry-after": str(RETRY_AFTER_LOADING_S)}
+        return JSONResponse({"status": status, "reason": reason}, status_code=503, headers=headers)
+
+
+def add_metrics(api: FastAPI, gateway: Gateway) -> None:
+    """What Prometheus asks."""
 
     @api.get("/metrics", summary="Prometheus metrics")
     async def prometheus() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
-
-    return api
+        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
 
-async def _openai_error(request: Request, found: Exception) -> Response:
+async def _no_route(request: Request, found: Exception) -> Response:
     """FastAPI's own 404 and 405 in OpenAI's shape."""
     assert isinstance(found, HTTPException)
     path = request.url.path
     message = f"{path} takes no {request.method}." if found.status_code == 405 else f"{path} does not exist here."
     error = ApiError(found.status_code, message, code="unknown_url" if found.status_code == 404 else None)
     return JSONResponse(error.document(), status_code=error.status, headers=found.headers)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.document(), status_code=error.status, headers=error.headers)
+
+
+ERROR_HANDLERS: dict[int | type[Exception], Any] = {HTTPException: _no_route, ApiError: _refused}
 
 
 def _hot_operation(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line of the serving rooms: serve, engine, plan."""
+"""The command line of the serving rooms: serve, engine, plan, keys."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 from drafter.settings import read_settings
+from server import keys_cli
 from server.alone import run_engine
 from server.config import load_profile
 from server.engine import Engine, EngineError
 from server.launch import check_drafter, resolve_drafter
 from server.plan import make_plan, render_plan
-from server.serve import serve
+from server.serve import Asked, serve
 
 EXAMPLES = """examples:
   python -m server serve --profile deploy/profiles/cpu-smollm2.toml
@@ -24,6 +25,10 @@ EXAMPLES = """examples:
   python -m server engine --profile deploy/profiles/cpu-smollm2.toml --drafter none -- \\
       python -m drafter generate --url {url} --key-file {key_file} …
   python -m server plan --profile deploy/profiles/kimi-k2.5-nvfp4-8xb200.toml
+
+serve speaks plain HTTP: terminate TLS in front of it (a load balancer, nginx, Envoy), or name tls_certificate and
+tls_key in [gateway]. Metrics and administration have none: they listen on loopback unless the profile says otherwise.
+SIGHUP reads keys, limits and weights anew; SIGTERM lets running requests end first.
 
 exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
 """
@@ -62,7 +67,14 @@ def parser() -> argparse.ArgumentParser:
         if name == "serve":
             command.add_argument("--host", help="address to listen on (default: the profile's, 127.0.0.1)")
             command.add_argument(
-                "--port", type=_port, metavar="N", help="port to listen on (default: the profile's, 8000)"
+                "--port",
+                type=_port,
+                metavar="N",
+                help="port to listen on (default: the profile's, 8000); metrics and administration are on the next one",
+            )
+            command.add_argument("--engine-url", metavar="URL", help="serve the engine that runs there, and start none")
+            command.add_argument(
+                "--engine-keys", type=Path, metavar="FILE", help="JSON with that engine's api-key and admin-api-key"
             )
         if name == "engine":
             command.add_argument(
@@ -84,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "plan":
             command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
+    text = "who may use a gateway: make, list and revoke API keys"
+    keys_cli.add_arguments(commands.add_parser("keys", help=text, description=text))
     return top
 
 
@@ -99,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "engine" and arguments.capture and arguments.drafter:
         commands.error("--capture loads no drafter: leave --drafter out")
     try:
+        if arguments.command == "keys":
+            return keys_cli.run(arguments)
         if arguments.command == "plan":
             profile = load_profile(arguments.profile)
             drafter = resolve_drafter(profile, arguments.drafter)
@@ -118,7 +134,15 @@ def main(argv: list[str] | None = None) -> int:
         read_settings()  # a variable that cannot be meant is told before anything starts
         version = importlib.metadata.version("eyas")
         profile = load_profile(arguments.profile)
-        return serve(profile, arguments.drafter, arguments.host, arguments.port, version, arguments.force)
+        asked = Asked(
+            drafter=arguments.drafter,
+            host=arguments.host,
+            port=arguments.port,
+            engine_url=arguments.engine_url,
+            engine_keys=arguments.engine_keys,
+            force=arguments.force,
+        )
+        return serve(profile, asked, version)
     except (ValueError, EngineError) as error:  # every error of ours that is the user's to mend, or the engine's
         print(f"eyas: {error}", file=sys.stderr)
         return 1

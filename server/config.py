@@ -108,7 +108,12 @@ class Target(Table):
 
 
 class EngineTable(Table):
-    """Flags of the SGLang process. `env` and `extra_args` carry what has no key of its own."""
+    """Flags of the SGLang process. `env` and `extra_args` carry what has no key of its own.
+
+    on_gateway_exit: `keep` leaves a local engine running when its gateway ends, and the next gateway takes it over
+    where it would start the same. log_max_bytes, log_files: the engine's log is turned over at that size, and so many
+    are kept.
+    """
 
     device: Literal["cpu", "cuda"]
     tp: Count = 1
@@ -130,6 +135,9 @@ class EngineTable(Table):
     extra_args: list[str] = []
     start_timeout_s: Seconds = 300.0
     hang_timeout_s: Seconds = 120.0
+    on_gateway_exit: Literal["stop", "keep"] = "stop"
+    log_max_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * 1024 * 1024
+    log_files: Count = 5
 
     @model_validator(mode="after")
     def _nothing_owned(self) -> EngineTable:
@@ -139,14 +147,18 @@ class EngineTable(Table):
             owned = next((known for known in sorted(OWNED_FLAGS) if len(flag) > 2 and known.startswith(flag)), None)
             if owned:
                 raise ValueError(f"extra_args has {flag}, but {owned} is set from a key of the profile: use that key")
-        for name, value in self.env.items():
+        self._nothing_faked(self.env)
+        return self
+
+    @staticmethod
+    def _nothing_faked(env: dict[str, str]) -> None:
+        for name, value in env.items():
             if not VARIABLE.match(name) or "\0" in value:
                 raise ValueError(f"env has {name!r} = {value!r}, which no environment can hold: correct it")
             if FAKING_ENVIRONMENT.match(name):
                 raise ValueError(f"env has {name}, which fakes acceptance: remove it")
             if name.startswith("EYAS_"):
                 raise ValueError(f"env has {name}, which is for Eyas itself to set: remove it")
-        return self
 
 
 class Speculation(Table):
@@ -218,11 +230,40 @@ class DrafterTable(Table):
         return self
 
 
+class Limits(Table):
+    """What one key may use, on each gateway by itself; None is no limit. Tokens: prompt and answer together."""
+
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    max_inflight: Count | None = None
+
+
 class GatewayTable(Table):
-    """Where the gateway listens and what it lets in. Times in seconds, sizes in bytes."""
+    """Where the gateway listens and what it lets in. Times in seconds, sizes in bytes.
+
+    admin_host, admin_port: the listener of metrics and administration (default: the port after `port`).
+    keys_file: who may come in (relative to the profile's folder; EYAS_KEYS_FILE wins). limits: of each key that sets
+    none of its own, and of everyone together where there are no keys. max_inflight: answers made at once, by default
+    the engines' own maximum. queue_limit: requests that may wait for a slot. drain_timeout_s: how long running requests
+    may go on after SIGTERM. tls_certificate, tls_key: PEM files of the public listener, else it speaks plain HTTP.
+    tracing_endpoint: an OpenTelemetry collector's OTLP/HTTP address.
+    """
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    keys_file: Word | None = None
+    limits: Limits = Limits()
+    max_inflight: Count | None = None
+    queue_limit: Annotated[int, Field(ge=0)] = 256
+    queue_timeout_s: Seconds = 60.0
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    structured_without_speculation: bool = True
+    log_format: Literal["text", "json"] = "text"
+    tls_certificate: Word | None = None
+    tls_key: Word | None = None
+    tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
     max_body_bytes: Count = 32 * 1024 * 1024
     body_timeout_s: Seconds = 60.0
     connect_timeout_s: Seconds = 5.0
@@ -230,6 +271,47 @@ class GatewayTable(Table):
     decode_timeout_s: Seconds = 120.0
     request_timeout_s: Seconds = 3600.0
     heartbeat_after_s: Seconds = 10.0
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> GatewayTable:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("'tls_certificate' and 'tls_key' go together")
+        return self
+
+
+class ArmTable(Table):
+    """One arm: an engine of this gateway's own (`local`), or one that runs elsewhere (`url`).
+
+    drafter: what a local one runs (default: the profile's), and what a remote one is said to run. weight: its share of
+    the conversations, 0 for none. engine_keys_file: JSON with `api-key` and `admin-api-key` of a remote engine. env: of
+    a local one, beside [engine] env. max_running_requests: of a remote one, instead of what it says itself. shadow: it
+    gets copies of `shadow_share` of the requests, at most `shadow_max_inflight` at once, and its answers are never
+    returned.
+    """
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")] | None = None
+    local: bool = False
+    drafter: Word | None = None
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    engine_keys_file: Word | None = None
+    env: dict[str, str] = {}
+    max_running_requests: Count | None = None
+    shadow: bool = False
+    shadow_share: Share = 0.1
+    shadow_max_inflight: Count = 4
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ArmTable:
+        if (self.url is None) != self.local:
+            raise ValueError("needs exactly one of 'url' and 'local = true'")
+        if self.local and (self.engine_keys_file or self.max_running_requests):
+            raise ValueError(
+                "'engine_keys_file' and 'max_running_requests' are for a remote arm: a local one has its own"
+            )
+        if self.url and self.env:
+            raise ValueError("'env' is for a local arm: a remote engine has its own environment")
+        EngineTable._nothing_faked(self.env)
+        return self
 
 
 class CaptureTable(Table):
@@ -268,6 +350,7 @@ class Profile(Table):
     speculation: Speculation = Speculation()
     drafters: dict[str, DrafterTable] = {}
     gateway: GatewayTable = GatewayTable()
+    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ArmTable] = {}
     capture: CaptureTable | None = None
     probe: ProbeTable = ProbeTable()
 
@@ -277,6 +360,8 @@ class Profile(Table):
             raise ValueError("drafters.none: 'none' is reserved for serving without speculation")
         if "ngram" in self.drafters and self.drafters["ngram"].algorithm != "NGRAM":
             raise ValueError("drafters.ngram: 'ngram' is reserved; its algorithm must be NGRAM")
+        if self.arms and all(arm.shadow for arm in self.arms.values()):
+            raise ValueError("arms: all of them are shadows, whose answers are never returned: add one that answers")
         return self
 
     @property
@@ -347,7 +432,7 @@ def _sentence(error: ValidationError) -> str:
 def _keys_beside(where: list[str]) -> list[str]:
     """The keys that the table at `where` knows."""
     table: type[BaseModel] = Profile
-    named: dict[str, type[BaseModel]] = {"drafters": DrafterTable}
+    named: dict[str, type[BaseModel]] = {"drafters": DrafterTable, "arms": ArmTable}
     parts = iter(where)
     for part in parts:
         if part in named:

@@ -28,10 +28,12 @@ import psutil
 
 from drafter.data.spool import SpoolError
 from drafter.settings import read_settings
-from server import guard, probe
+from server import guard, keep, probe
 from server.capture import check_handshake, prepare_folder
 from server.config import Profile
+from server.keep import KeptProcess
 from server.launch import (
+    SGLANG_VERSION,
     ActiveDrafter,
     CapturePlan,
     build_launch,
@@ -83,6 +85,8 @@ class Engine:
     drafter "none" it captures the layers of the profile's [capture], else those that its drafter is fed.
     force: names of checks whose errors are passed over. `findings` holds what the preflight found,
     `probe` what the drafter reached on the fixed prompts after the start; `not_probed` is why it is None.
+    keep_as: the engine may outlive this process, and is written down in this file; one that is written down already,
+    and would be started the same, is taken over instead.
 
     Raises LaunchError or DrafterError for a combination that cannot be served.
     """
@@ -100,6 +104,7 @@ class Engine:
         simulate_accept_len: float | None = None,
         capture_dir: Path | None = None,
         force: Collection[str] = (),
+        keep_as: Path | None = None,
     ) -> None:
         self.profile = profile
         self.drafter: ActiveDrafter = resolve_drafter(
@@ -123,7 +128,9 @@ class Engine:
         self._simulate_accept_len = simulate_accept_len
         self._run_dir = run_dir
         self._port = port
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | KeptProcess | None = None
+        self._keep_as = keep_as
+        self._adopted = False
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -164,11 +171,7 @@ class Engine:
     @property
     def vocab_size(self) -> int | None:
         """Tokens that the target knows, where its config.json is on this machine."""
-        try:
-            config = json.loads((Path(self.profile.model_path) / "config.json").read_bytes())
-            return int((config.get("text_config") or config)["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return vocab_size_of(self.profile)
 
     def start(self, progress: Progress | None = None) -> None:
         """Start and block until one token was generated. Raises EngineError; then nothing is left running."""
@@ -179,11 +182,14 @@ class Engine:
             raise EngineError(f"the target's folder {model} does not exist: {fix}.")
         say = progress or (lambda _: None)
         try:
-            self._spawn()
+            self._adopted = self._adopt(say)
+            if not self._adopted:
+                self._spawn()
             self._wait_ready(say)
             self._compare()
             self._check_capture()
             self._probe(say)
+            self._write_down()
         except BaseException:
             self.stop()
             raise
@@ -196,12 +202,14 @@ class Engine:
         self._stopping.set()
         process = self._process
         if process is not None:
-            assert process.stdin
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # the guard ends the group
+            if process.stdin is None:  # it was to outlive us
+                process.terminate()
+            else:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()  # the guard ends the group
             try:
                 process.wait(guard.GRACE_S + 5)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
                 for child in psutil.Process(process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         child.kill()
@@ -212,6 +220,22 @@ class Engine:
                 self.key_file.unlink(missing_ok=True)
         if self.state not in ("dead", "hung"):
             self.state = "stopped"
+
+    def leave(self) -> None:
+        """Let go of an engine that is to be kept: it goes on without this process."""
+        assert self._keep_as, "only an engine with keep_as outlives its starter"
+        self._stopping.set()
+
+    @property
+    def capacity(self) -> int | None:
+        """Answers that the engine makes at once, as it says itself once it is ready."""
+        found = self.resolved.get("max_running_requests_per_dp") or self.resolved.get("max_running_requests")
+        return found if isinstance(found, int) else None
+
+    @property
+    def adopted(self) -> bool:
+        """Whether it had been started by an earlier process."""
+        return self._adopted
 
     def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The last lines of the engine's log that say something, scrubbed of keys."""
@@ -252,10 +276,12 @@ class Engine:
         )
         self.argv, self._expected = launch.argv, launch.expected
         environment = child_environment(launch, os.environ, self._simulate_accept_len)
+        engine, kept = self.profile.engine, ["--keep"] if self._keep_as else []
+        log_to = [str(self.log_file), str(engine.log_max_bytes), str(engine.log_files)]
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, *launch.argv],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-I", "-S", guard.__file__, *kept, *log_to, *launch.argv],
+                stdin=subprocess.DEVNULL if self._keep_as else subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -263,6 +289,43 @@ class Engine:
                 start_new_session=True,
             )
         self.state = "starting"
+
+    def _arguments_sha256(self) -> str:
+        launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, capture=None)
+        return keep.arguments_sha256(launch.argv, launch.environment, SGLANG_VERSION)
+
+    def _adopt(self, say: Progress) -> bool:
+        """Take over the engine that is written down, where it is what would be started now; else stop it."""
+        kept = keep.read_record(self._keep_as) if self._keep_as else None
+        if kept is None:
+            return False
+        self._run_dir, self._port, self._process = Path(kept.run_dir), kept.port, keep.KeptProcess(kept)
+        try:
+            keys = json.loads(self.key_file.read_bytes())
+            self.api_key, self.admin_key = keys["api-key"], keys["admin-api-key"]
+            known = True
+        except (OSError, ValueError, KeyError, TypeError):
+            known = False
+        if known and kept.arguments_sha256 == self._arguments_sha256():
+            say("taking over the engine that runs")
+            launch = build_launch(self.profile, self.drafter, port=kept.port, config_file=str(self.key_file))
+            self.argv, self._expected, self.state = launch.argv, launch.expected, "starting"
+            return True
+        say("stopping the kept engine: it was started with other arguments" if known else "stopping the kept engine")
+        self.stop()
+        self._stopping.clear()
+        assert self._keep_as
+        self._keep_as.unlink(missing_ok=True)
+        self._run_dir = self._port = self._process = None
+        return False
+
+    def _write_down(self) -> None:
+        if self._keep_as is None or self._adopted:
+            return
+        assert self._process and self._port
+        pid = self._process.pid
+        kept = keep.Kept(pid, keep.started_at(pid), self._arguments_sha256(), self._port, str(self.run_dir))
+        keep.write_record(self._keep_as, kept)
 
     def _wait_ready(self, say: Progress) -> None:
         timeout = self.profile.engine.start_timeout_s
@@ -346,6 +409,8 @@ class Engine:
             client.post(f"{self.url}/flush_cache", headers=self.admin_headers)
 
     def _why_not_probed(self) -> str:
+        if self._adopted:
+            return "it was when the engine started"
         match self.drafter.algorithm:
             case "NONE":
                 return "nothing speculates"
@@ -414,6 +479,15 @@ class Engine:
         with contextlib.suppress(httpx.TransportError):
             return client.get(f"{self.url}/health_generate", timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
         return False
+
+
+def vocab_size_of(profile: Profile) -> int | None:
+    """Tokens that the profile's target knows, where its config.json is on this machine."""
+    try:
+        config = json.loads((Path(profile.model_path) / "config.json").read_bytes())
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def port_obstacle(host: str, port: int) -> str | None:

@@ -89,6 +89,11 @@ class Exchange:
         self.alive_at = math.inf
         self.next_ping_at = math.inf
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since its head came in."""
+        return perf_counter() - self.begun
+
     async def run(self, receive: Receive) -> None:
         """Relay the call to its end: the answer's, the client's leaving, too long a wait, or our own stop."""
         task = asyncio.current_task()
@@ -174,6 +179,8 @@ class Exchange:
             waiting = perf_counter()
             await self.ticket.wait(self.call)
             self.waited_s = perf_counter() - waiting
+            if self.ticket.queued_s:
+                self.relay.metrics.queue_wait.observe(self.ticket.queued_s)
             arm: Arm | None = arms.choose(self.call)
         except ApiError as error:
             self.relay.metrics.rejected.labels(reason(error)).inc()

@@ -1,7 +1,9 @@
 """Keeps an engine from outliving the process that started it.
 
 Run with a pipe from the starter as standard input and the engine's command as arguments. When the pipe closes,
-however the starter ended, the engine's whole process group is told to stop, then killed. Standard library only.
+however the starter ended, the engine's whole process group is told to stop, then killed. With --keep it is SIGTERM that
+says so, and the engine outlives its starter. What the engine prints goes to --log FILE BYTES FILES, which is turned
+over at that size. Standard library only.
 """
 
 import contextlib
@@ -45,24 +47,74 @@ def die_with_guard() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def turn_over(log: Path, files: int) -> None:
+    """log becomes log.1, log.1 becomes log.2 and so on; the oldest goes."""
+    for at in range(files - 1, 0, -1):
+        older = log if at == 1 else log.with_name(f"{log.name}.{at - 1}")
+        if older.exists():
+            older.replace(log.with_name(f"{log.name}.{at}"))
+    if files == 1:
+        log.unlink(missing_ok=True)
+
+
+def open_log(log: Path) -> int:
+    return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def write_log(source: int, log: Path, limit: int, files: int) -> None:
+    """Copy what comes out of `source` to the log until its end. A disk that is full loses lines, not the engine."""
+    out = open_log(log)
+    size = os.fstat(out).st_size
+    line_ended = True
+    while block := os.read(source, 1 << 16):
+        with contextlib.suppress(OSError):
+            if size > limit and line_ended:
+                turn_over(log, files)
+                os.close(out)
+                out, size = open_log(log), 0
+            line_ended = block.endswith(b"\n")
+            size += os.write(out, block)
+
+
 def main() -> int:
+    arguments = sys.argv[1:]
+    keep = arguments[0] == "--keep"
+    log, limit, files, *command = arguments[keep:]
+    told = threading.Event()
     # A terminal's Ctrl-C is the starter's business: it closes the pipe when it is done. A handler that does nothing,
     # not SIG_IGN, which the engine would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
+    if keep:
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
     engine = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_guard, restore_signals=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=die_with_guard,
+        restore_signals=True,
     )
     group = engine.pid
+    assert engine.stdout
+    writing = (engine.stdout.fileno(), Path(log), int(limit), int(files))
+    writer = threading.Thread(target=write_log, args=writing, daemon=True)
+    writer.start()
 
     def watch_starter() -> None:
         while os.read(0, 1024):
             pass
         end_group(group)
 
-    threading.Thread(target=watch_starter, daemon=True).start()
+    def watch_told() -> None:
+        told.wait()
+        end_group(group)
+
+    threading.Thread(target=watch_told if keep else watch_starter, daemon=True).start()
     code = engine.wait()
     end_group(group)  # a scheduler that no longer answers must not stay behind
+    writer.join(1.0)
     return code if code >= 0 else 128 - code
 
 

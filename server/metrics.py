@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from drafter.acceptance import acceptance_length, accepted_tokens, histogram_of_details, verify_steps
-from server.arms import Arm
+from server.counters import Count, Counter, Histogram
+
+if TYPE_CHECKING:
+    from server.admission import Admission
+    from server.arms import Arms
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +29,7 @@ KINDS = (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
 Whose = tuple[str, str, str]
 
 _ACCEPTANCE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
+_WAIT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _OVERHEAD_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _TPOT_S = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _TTFT_S = (
@@ -54,10 +61,14 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"eyas_{name}", text, labels, registry=self.registry)
+            made = Counter(f"eyas_{name}", text, labels)
+            self.registry.register(made)
+            return made
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"eyas_{name}", text, labels, buckets=buckets, registry=self.registry)
+            made = Histogram(f"eyas_{name}", text, labels, buckets)
+            self.registry.register(made)
+            return made
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"eyas_{name}", text, labels, registry=self.registry)
@@ -95,20 +106,33 @@ class Metrics:
         self.spec_unreported = counter(
             "spec_unreported_requests", "Finished requests without usable speculation statistics.", WHOSE
         )
+        self.queue_depth = gauge("queue_depth", "Requests that wait for a slot.")
+        self.queue_wait = histogram("queue_wait_seconds", "How long those waited that had to.", _WAIT_S)
+        self.shadow_requests = counter("shadow_requests", "Requests copied to a shadow arm.", ("arm", "result"))
         self.empty_answers = counter("empty_answers", "Finished conversations of which an answer said nothing.", WHOSE)
         self.leaked_tool_tokens = counter(
             "leaked_tool_tokens", "Finished requests with a tool call's tokens in their text.", WHOSE
         )
         self.engine_up = gauge("engine_up", "1 while the arm takes requests.", ("arm",))
-        # A look-up by labels costs more than the counting: each is done once.
+        self.engine_restarts = counter("engine_restarts", "Engines started again, by why.", ("arm", "reason"))
+        self.engine_uptime = gauge("engine_uptime_seconds", "Since the arm's engine became ready.", ("arm",))
         self._arms: dict[Whose, ArmMetrics] = {}
-        self._requests: dict[tuple[str, int, str], Counter] = {}
-        self._tokens: dict[tuple[str, str], Counter] = {}
         gauge("build_info", "Always 1; the labels say what runs.", ("version",)).labels(version).set(1)
 
-    def watch_arm(self, arm: Arm) -> None:
-        """Report the arm's state at each scrape."""
-        self.engine_up.labels(arm.name).set_function(lambda: arm.state == "ready")
+    def watch(self, arms: Arms, admission: Admission) -> None:
+        """Report their state at each scrape. Several engines of one name are up while one of them is."""
+        self.queue_depth.set_function(lambda: admission.waiting)
+
+        def up(name: str) -> bool:
+            return any(arm.state == "ready" for arm in arms.members if arm.name == name)
+
+        def uptime(name: str) -> float:
+            since = [arm.ready_since for arm in arms.members if arm.name == name and arm.state == "ready"]
+            return monotonic() - min(since) if since else 0.0
+
+        for name in arms.names:
+            self.engine_up.labels(name).set_function(partial(up, name))
+            self.engine_uptime.labels(name).set_function(partial(uptime, name))
 
     def of(self, whose: Whose) -> ArmMetrics:
         """What is counted of one arm and drafter."""
@@ -117,23 +141,12 @@ class Metrics:
             found = self._arms[whose] = ArmMetrics(self, whose)
         return found
 
-    def count_request(self, route: str, status: int, arm: str) -> None:
-        """Count a request by how it ended."""
-        key = (route, status, arm)
-        counter = self._requests.get(key)
-        if counter is None:
-            counter = self._requests[key] = self.requests.labels(route, str(status), arm)
-        counter.inc()
-
     def add_usage(self, usage: Mapping[str, Any] | None, key_id: str = "none") -> None:
         """Count a finished request's tokens; an engine that reports none counts none."""
         for kind, name in KINDS:
             count = (usage or {}).get(name)
             if isinstance(count, int) and count > 0:
-                counter = self._tokens.get((kind, key_id))
-                if counter is None:
-                    counter = self._tokens[kind, key_id] = self.tokens.labels(kind, key_id)
-                counter.inc(count)
+                self.tokens.labels(kind, key_id).inc(count)
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, whose media type is CONTENT_TYPE."""
@@ -155,7 +168,7 @@ class ArmMetrics:
         self._acceptance_length = metrics.spec_acceptance_length.labels(*whose)
         self._unreported = metrics.spec_unreported.labels(*whose)
         self._accepted_per_pos = metrics.spec_accepted_per_pos
-        self._positions: list[Counter] = []
+        self._positions: list[Count] = []
 
     def add_speculation(self, details: Any) -> None:
         """Add a finished request's `spec_tokens_details` (an object, or a list of them for n answers).

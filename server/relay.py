@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Collection
 from time import perf_counter
 
 import aiohttp
@@ -20,7 +21,9 @@ from server.call import ROUTES, Call, ClientGone, new_rid, read_body, read_call
 from server.config import GatewayTable
 from server.errors import ApiError, reason, send_error
 from server.exchange import Exchange, authorization
+from server.logs import log_answered, log_refused, requests
 from server.metrics import Metrics
+from server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class Relay:
         self.admission = admission
         self.gateway = gateway
         self.metrics = metrics
+        self.tracing: Tracing | None = None
         self._exchanges: set[Exchange] = set()
         metrics.inflight.set_function(lambda: len(self._exchanges))
         self._aborts: set[asyncio.Task[None]] = set()
@@ -56,13 +60,22 @@ class Relay:
     async def close(self) -> None:
         """Give up what still runs, tell the engine so, and close the pool."""
         tasks = {exchange.task for exchange in self._exchanges}
-        for exchange in list(self._exchanges):
-            exchange.stop("stopping")
+        self.stop_all()
         if tasks:
             await asyncio.wait(tasks)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
         await self.session.close()
+
+    def stop_all(self) -> None:
+        """End what still runs: each client is told."""
+        for exchange in list(self._exchanges):
+            exchange.stop("stopping")
+
+    @property
+    def running(self) -> Collection[Exchange]:
+        """The calls that are not over."""
+        return self._exchanges
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = perf_counter()
@@ -83,22 +96,31 @@ class Relay:
             self._leave(ticket, 0)
             self.metrics.disconnects.labels("body").inc()
             self.count(path, 499, None)
+            if not requests.disabled:
+                log_refused(path, 499, request_id, ticket.key_id if ticket else None, None)
             return
         except ApiError as error:
             self._leave(ticket, 0)
             self.metrics.rejected.labels(reason(error)).inc()
             self.count(path, error.status, None)
+            if not requests.disabled:
+                log_refused(path, error.status, request_id, ticket.key_id if ticket else None, error.code)
             await send_error(send, error, [(b"x-request-id", request_id)])
             return
         exchange = Exchange(self, call, ticket, send, request_id, begun, read)
         exchange.trace = _trace(heads)
         self._exchanges.add(exchange)
+        span = self.tracing.begin(exchange) if self.tracing else None
         try:
             await exchange.run(receive)
         finally:
+            if span:
+                span.end(exchange)
             self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)
             self.count(path, exchange.status, exchange.arm)
+            if not requests.disabled:
+                log_answered(exchange, request_id)
 
     def _leave(self, ticket: Ticket | None, tokens: int) -> None:
         if ticket is not None:
@@ -137,7 +159,7 @@ class Relay:
 
     def count(self, path: str, status: int, arm: Arm | None) -> None:
         """Count a request that is over; `arm` is where it was sent, None where no arm saw it."""
-        self.metrics.count_request(ROUTES[path], status, arm.name if arm else "none")
+        self.metrics.requests.labels(ROUTES[path], str(status), arm.name if arm else "none").inc()
 
 
 def _request_id(heads: dict[bytes, bytes], rid: str) -> bytes:

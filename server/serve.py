@@ -1,137 +1,336 @@
-"""Gateway and engine together: `make serve`. One ends with the other, and nothing stays behind."""
+"""Gateway and engines together: `make serve`. One ends with the other, and nothing stays behind but what is kept."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Collection
-from types import FrameType
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 
+from drafter.settings import read_settings
+from server.admin import create_admin_app
 from server.app import create_app
 from server.arms import Arm
-from server.config import Profile, ProfileError
-from server.display import StageDisplay
-from server.engine import Engine, EngineError, port_obstacle
+from server.auth import AdminKey, KeyRing
+from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
+from server.engine import Engine, port_obstacle, vocab_size_of
+from server.gateway import LOOPBACK, Gateway
+from server.health import RemoteArm
+from server.keep import record_file
 from server.launch import ActiveDrafter, ngram_obstacle, resolve_drafter
+from server.local import LocalArm
+from server.logs import configure_logs
 from server.plan import warned
+from server.shadow import Shadow
+from server.tracing import start_tracing
 
-DRAIN_S = 3  # how long open streams may go on after Ctrl-C
+INTERRUPT_DRAIN_S = 3.0  # how long open streams may go on after Ctrl-C
+KEYS_LOOK_S = 2.0
+# What SIGHUP takes up; everything else of a profile needs a new start.
+RELOADABLE = ("keys_file", "limits", "max_inflight", "queue_limit", "queue_timeout_s")
 
 
-class Terminated(Exception):
-    """SIGTERM, as an exception, so that the engine is stopped on the way out."""
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says beside the profile. `engine_url`: serve this engine, and start none."""
+
+    drafter: str | None = None
+    host: str | None = None
+    port: int | None = None
+    engine_url: str | None = None
+    engine_keys: Path | None = None
+    force: Collection[str] = ()
 
 
-def serve(
-    profile: Profile,
-    drafter: str | None,
-    host: str | None,
-    port: int | None,
-    version: str,
-    force: Collection[str] = (),
-) -> int:
-    """Serve until a signal or the engine's end. `force`: checks to pass over. Returns an exit code."""
-    gateway = profile.gateway.model_copy(
-        update={"host": host or profile.gateway.host, "port": profile.gateway.port if port is None else port}
+class Listener(uvicorn.Server):
+    """A server that leaves the process's signals to the service."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(profile: Profile, asked: Asked, version: str) -> int:
+    """Serve until a signal or the only engine's end. Returns an exit code. Raises ValueError before anything starts."""
+    port = profile.gateway.port if asked.port is None else asked.port
+    admin_port = profile.gateway.admin_port
+    told = {"host": asked.host or profile.gateway.host, "port": port}
+    told["admin_port"] = (port + 1 if 0 < port < 65535 else 0) if admin_port is None else admin_port
+    table = profile.gateway.model_copy(update=told)
+    configure_logs(table.log_format)
+    for host, number, fix in (
+        (table.host, table.port, "--port"),
+        (table.admin_host, table.admin_port, "gateway.admin_port in the profile"),
+    ):
+        obstacle = port_obstacle(host, number or 0)
+        if obstacle:
+            raise ProfileError(obstacle.replace("--port", fix))
+    return _Service(profile, asked, table, version).run()
+
+
+def listener(app: object, host: str, port: int, certificate: Path | None = None, key: Path | None = None) -> Listener:
+    """One process; HTTP by httptools on uvloop."""
+    for file in (certificate, key):
+        if file is not None and not os.access(file, os.R_OK):
+            raise ProfileError(f"{file}, which [gateway] names for TLS, cannot be read.")
+    return Listener(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]  # an ASGI application, which uvicorn names by a type of its own
+            host=host,
+            port=port,
+            log_level="warning",
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=3,
+            server_header=False,
+            ssl_certfile=certificate,
+            ssl_keyfile=None if key is None else str(key),
+        )
     )
-    obstacle = port_obstacle(gateway.host, gateway.port)
-    if obstacle:
-        raise ProfileError(obstacle)
-    chosen = resolve_drafter(profile, drafter)
-    obstacle = ngram_obstacle(os.environ) if chosen.algorithm == "NGRAM" else None
-    if obstacle:
-        print(f"eyas: {obstacle}: serving without speculation.", file=sys.stderr)
-        drafter = "none"
-    engine = Engine(profile, drafter, force=force)
-    show_findings(engine)
-    return _Service(engine, uvicorn_config(profile, gateway.host, gateway.port), version).run()
 
 
-def uvicorn_config(profile: Profile, host: str, port: int) -> uvicorn.Config:
-    """One process; HTTP by httptools on uvloop; the application is set by the service."""
-    return uvicorn.Config(
-        app="",
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=DRAIN_S,
-        server_header=False,
-    )
+def arm_tables(profile: Profile, asked: Asked) -> dict[str, ArmTable]:
+    """The arms to serve, by name: the profile's, or the one that the command line asks for."""
+    if asked.engine_url is not None:
+        keys = None if asked.engine_keys is None else str(asked.engine_keys.resolve())
+        return {"default": ArmTable(url=asked.engine_url, drafter=asked.drafter, engine_keys_file=keys)}
+    if profile.arms and asked.drafter is not None:
+        raise ProfileError(f"profile {profile.source} has [arms], each with its drafter: leave --drafter out.")
+    return profile.arms or {"default": ArmTable(local=True, drafter=asked.drafter)}
 
 
 class _Service:
-    def __init__(self, engine: Engine, config: uvicorn.Config, version: str) -> None:
-        self.engine = engine
-        self.arm = Arm(
-            name="default",
-            url="",
-            api_key=engine.api_key,
-            admin_key=engine.admin_key,
-            served_name=engine.served_name,
-            drafter=engine.drafter.name,
-        )
-        config.app = create_app(self.arm, engine.profile.gateway, version=version)
-        self.server = uvicorn.Server(config)
+    def __init__(self, profile: Profile, asked: Asked, table: GatewayTable, version: str) -> None:
+        self.profile = profile
+        self.asked = asked
         self.error: str | None = None
-        engine.on_end = self._engine_ended
+        self.code = 0
+        self.locals: list[LocalArm] = []
+        self.remotes: list[Arm] = []
+        tables = arm_tables(profile, asked)
+        alone = len(tables) == 1
+        members, shadows = [], []
+        for name, arm_table in tables.items():
+            arm = self._remote(name, arm_table) if arm_table.url else self._local(name, arm_table, alone=alone)
+            if arm_table.shadow:
+                shadows.append(Shadow(arm, arm_table.shadow_share, arm_table.shadow_max_inflight))
+            else:
+                members.append(arm)
+        settings = read_settings()
+        keys = KeyRing(keys_path(profile, table), table.limits)
+        admin = AdminKey(settings.admin_key_file)
+        self.gateway = Gateway(table, members, version=version, keys=keys, admin=admin, shadows=shadows)
+        self.spans: Any = None
+        if table.tracing_endpoint:
+            self.gateway.relay.tracing, self.spans = start_tracing(table.tracing_endpoint, version)
+        if keys.path is None and table.host not in LOOPBACK:
+            _say(f"warning: {table.host} is not loopback and there is no keys file: whoever reaches it may use it.")
+        tls = [beside(profile, named) for named in (table.tls_certificate, table.tls_key)]
+        self.public = listener(create_app(self.gateway), table.host, table.port, *tls)
+        self.private = listener(create_admin_app(self.gateway, self.reload), table.admin_host, table.admin_port or 0)
 
     def run(self) -> int:
-        def terminate(number: int, frame: FrameType | None) -> None:
-            raise Terminated
-
-        signal.signal(signal.SIGTERM, terminate)
-        starter = threading.Thread(target=self._start_engine, name="engine-start", daemon=True)
-        code = 0
         try:
-            starter.start()
-            self.server.run()
-        except KeyboardInterrupt:
-            code = 130
-        except Terminated:
-            code = 0
+            with asyncio.Runner(loop_factory=self.public.config.get_loop_factory()) as runner:
+                runner.run(self._serve())
         finally:
-            # A second signal must not cut this short: the guard ends the engine within seconds.
+            # A second signal must not cut this short: the guard ends an engine within seconds.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-            self.arm.state = "down"
-            if self.error is None:
-                print("eyas: stopping the engine", file=sys.stderr, flush=True)
-            self.engine.stop()
+            self._stop_engines()
+            if self.spans is not None:
+                self.spans.shutdown()
         if self.error is not None:
-            print(f"eyas: {self.error}", file=sys.stderr, flush=True)
+            _say(self.error)
             return 1
-        return code
+        return self.code
 
-    def _start_engine(self) -> None:
-        try:
-            with StageDisplay() as display:
-                self.engine.start(display)
-                elapsed = display.elapsed_s
-        except Exception as error:  # noqa: BLE001 (whatever ends this thread must end the service, which waits for it)
-            if not self.server.should_exit:
-                known = isinstance(error, EngineError)
-                self.error = str(error) if known else f"the engine was not started: {type(error).__name__}: {error}"
-                self.server.should_exit = True
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.stopping, self.cut_short = asyncio.Event(), asyncio.Event()
+        self.loop.add_signal_handler(signal.SIGINT, self._signalled, 130, INTERRUPT_DRAIN_S)
+        self.loop.add_signal_handler(signal.SIGTERM, self._signalled, 0, self.gateway.table.drain_timeout_s)
+        self.loop.add_signal_handler(signal.SIGHUP, self._reload_told)
+        self.drain_s = 0.0
+        servers = [asyncio.create_task(each.serve()) for each in (self.public, self.private)]
+        others = [asyncio.create_task(self._watch())]
+        for local in self.locals:
+            local.start()
+        stop = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait((stop, *servers, *others), return_when=asyncio.FIRST_COMPLETED)
+        if not self.stopping.is_set():
+            self.error = self.error or "a listener ended by itself; its last lines are above."
+        await self.gateway.drain(self.drain_s, self.cut_short)
+        for task in (stop, *others):
+            task.cancel()
+        for each in (self.public, self.private):
+            each.should_exit = True
+        await asyncio.gather(*servers, *others, stop, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Look after remote arms and the keys file."""
+        while not self.public.started:
+            await asyncio.sleep(0.01)
+        session = self.gateway.relay.session
+        async with asyncio.TaskGroup() as group:
+            for arm in self.remotes:
+                group.create_task(RemoteArm(self.gateway.arms, arm).watch(session))
+            while True:
+                await asyncio.sleep(KEYS_LOOK_S)
+                self.gateway.refit()  # a breaker may have become half-open
+                if self.gateway.admission.keys.changed():
+                    self._reload_told()
+
+    def _signalled(self, code: int, drain_s: float) -> None:
+        if self.stopping.is_set():
+            self.cut_short.set()
             return
-        self.arm.url = self.engine.url
-        self.arm.vocab_size = self.engine.vocab_size
-        self.arm.drafter = self.engine.drafter.name
-        self.arm.state = "ready"
-        print(ready_text(self.engine, self.server.config.host, self.server.config.port, elapsed), flush=True)
+        self.code, self.drain_s = code, drain_s
+        self.stopping.set()
 
-    def _engine_ended(self, engine: Engine) -> None:
-        self.arm.state, self.arm.detail = "down", engine.detail
-        tail = "\n  ".join(engine.log_tail())
-        self.error = f"{engine.detail}. Its last log lines ({engine.log_file}):\n  {tail}"
-        self.server.should_exit = True
+    def _reload_told(self) -> None:
+        try:
+            _say(f"reloaded: {self.reload()}.")
+        except ValueError as error:
+            _say(f"nothing was reloaded: {error}")
+
+    def reload(self) -> str:
+        """Read keys, limits and weights anew. Returns what they are. Raises ValueError; then nothing has changed."""
+        found = load_profile(self.profile.source)
+        tables, old = arm_tables(found, self.asked), arm_tables(self.profile, self.asked)
+        fresh = {name: getattr(found.gateway, name) for name in RELOADABLE}
+        table = self.gateway.table.model_copy(update=fresh)
+        if keys_path(found, table) != self.gateway.admission.keys.path:
+            raise ProfileError(
+                f"profile {found.source}: gateway.keys_file is another: start the gateway again for that."
+            )
+        weights = {name: each.weight for name, each in tables.items() if name in old}
+        self.gateway.change(table, weights)
+        kept = self.profile.model_copy(
+            update={
+                "sha256": found.sha256,
+                "gateway": self.profile.gateway.model_copy(update=fresh),
+                "arms": {
+                    name: old[name].model_copy(update={"weight": weights.get(name, 0.0)}) for name in self.profile.arms
+                },
+            }
+        )
+        shares = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        said = f"{len(self.gateway.admission.keys.callers)} keys, weights {shares}"
+        return said if kept == found else f"{said}; what else the profile changed needs a new start"
+
+    def _local(self, name: str, table: ArmTable, *, alone: bool) -> Arm:
+        profile, drafter = self.profile, table.drafter
+        if table.env:
+            environment = {**profile.engine.env, **table.env}
+            profile = profile.model_copy(update={"engine": profile.engine.model_copy(update={"env": environment})})
+        chosen = resolve_drafter(profile, drafter)
+        obstacle = ngram_obstacle(os.environ) if chosen.algorithm == "NGRAM" else None
+        if obstacle:
+            _say(f"{obstacle}: serving without speculation.")
+            drafter = "none"
+        keep = profile.engine.on_gateway_exit == "keep"
+        kept_as = record_file(read_settings().runs, profile.source, name) if keep else None
+        make = partial(Engine, profile, drafter, force=self.asked.force, keep_as=kept_as)
+        arm = Arm(name, "", "", "", profile.target.served_name, chosen.name, weight=table.weight)
+        local = LocalArm(
+            arm,
+            make,
+            alone=alone,
+            keep=keep,
+            on_change=lambda: self._in_loop(self.gateway.refit),
+            on_ready=self._ready,
+            on_lost=self._lost,
+            on_restart=lambda reason: self._in_loop(self._restarted, name, reason),
+        )
+        arm.drafter = local.engine.drafter.name
+        show_findings(local.engine)
+        self.locals.append(local)
+        return arm
+
+    def _remote(self, name: str, table: ArmTable) -> Arm:
+        api_key, admin_key = engine_keys(table.engine_keys_file, self.profile.source.parent)
+        arm = Arm(
+            name,
+            (table.url or "").rstrip("/"),
+            api_key,
+            admin_key,
+            self.profile.target.served_name,
+            table.drafter or "unknown",
+            vocab_size=vocab_size_of(self.profile),
+            capacity=table.max_running_requests,
+            weight=table.weight,
+        )
+        self.remotes.append(arm)
+        return arm
+
+    def _ready(self, engine: Engine, elapsed_s: float) -> None:
+        config = self.public.config
+        admin = f"http://{shown_host(self.private.config.host)}:{self.private.config.port}"
+        scheme = "https" if config.is_ssl else "http"
+        print(ready_text(engine, scheme, config.host, config.port, elapsed_s, admin), flush=True)
+
+    def _lost(self, reason: str) -> None:
+        def lost() -> None:
+            if not self.stopping.is_set():
+                self.error = reason
+                self.stopping.set()
+
+        self._in_loop(lost)
+
+    def _restarted(self, name: str, reason: str) -> None:
+        self.gateway.metrics.engine_restarts.labels(name, reason).inc()
+
+    def _in_loop(self, call: object, *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to be told
+            self.loop.call_soon_threadsafe(call, *arguments)  # type: ignore[arg-type]
+
+    def _stop_engines(self) -> None:
+        for local in self.locals:
+            kept = local.keep and local.engine.state == "ready"
+            if self.error is None:
+                _say("leaving the engine running, for the next gateway" if kept else "stopping the engine")
+            local.stop()
+
+
+def keys_path(profile: Profile, table: GatewayTable) -> Path | None:
+    """The keys file: EYAS_KEYS_FILE, else the profile's."""
+    return read_settings().keys_file or beside(profile, table.keys_file)
+
+
+def beside(profile: Profile, named: str | None) -> Path | None:
+    """A file that the profile names, taken from the profile's own folder."""
+    return None if named is None else profile.source.parent / Path(named).expanduser()
+
+
+def engine_keys(named: str | None, base: Path) -> tuple[str, str]:
+    """The API key and the admin key of a remote engine; empty without a file. Raises ProfileError."""
+    if named is None:
+        return "", ""
+    path = base / Path(named).expanduser()
+    try:
+        keys = json.loads(path.read_bytes())
+        return str(keys["api-key"]), str(keys.get("admin-api-key", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = type(error).__name__
+        raise ProfileError(
+            f"engine keys file {path} is no JSON object with 'api-key' and 'admin-api-key' ({kind})."
+        ) from None
+
+
+def _say(text: str) -> None:
+    print(f"eyas: {text}", file=sys.stderr, flush=True)
 
 
 def show_findings(engine: Engine) -> None:
@@ -162,17 +361,21 @@ def probe_text(engine: Engine) -> list[str]:
     return [f"none: {engine.not_probed}"] if engine.drafter.algorithm == "EAGLE3" else []
 
 
-def ready_text(engine: Engine, host: str, port: int, elapsed_s: float) -> str:
+def shown_host(host: str) -> str:
+    """The host as it stands in a URL that works on this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def ready_text(engine: Engine, scheme: str, host: str, port: int, elapsed_s: float, admin: str) -> str:
     """The lines that say that it serves: URL, a curl to copy, what speculates, what is limited."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}"
+    url = f"{scheme}://{shown_host(host)}:{port}"
     body = {
         "model": engine.served_name,
         "messages": [{"role": "user", "content": "What is an eyas?"}],
         "max_tokens": 64,
     }
     lines = [
-        f"eyas: ready after {elapsed_s:.0f} s at {url}/v1 (OpenAI API), metrics at {url}/metrics",
+        f"eyas: ready after {elapsed_s:.0f} s at {url}/v1 (OpenAI API), metrics at {admin}/metrics",
         f"  serves   {engine.served_name} on SGLang {engine.version}, {speculation_text(engine.drafter)}",
         f"  try      curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'",
     ]

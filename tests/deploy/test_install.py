@@ -77,10 +77,9 @@ def test_the_lock_names_no_local_versions_and_no_duplicates():
     assert {"torch", "sglang", "triton", "torchvision", "transformers"} <= set(names)
 
 
-def pinned():
-    """What the two locks pin: name -> version."""
-    """What .venv holds; requirements-speculators.lock is of an environment of its own."""
-    locks = (REPO / "requirements.lock", REPO / "requirements-data.lock")
+def pinned(*more):
+    """What .venv holds, and `more` locks: name -> version. Other locks are of environments of their own."""
+    locks = [REPO / f"requirements{which}.lock" for which in ("", "-data", *more)]
     lines = [line for lock in locks for line in lock.read_text().splitlines()]
     pairs = (line.split(" ")[0].split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {canonicalize_name(name): version for name, version in pairs}
@@ -96,7 +95,7 @@ def required():
 
 @pytest.mark.parametrize("requirement", required(), ids=str)
 def test_the_locks_pin_whatever_is_required(requirement):
-    version = pinned().get(canonicalize_name(requirement.name))
+    version = pinned("-tracing").get(canonicalize_name(requirement.name))
     assert version, f"{requirement.name} is in no lock: make lock"
     assert requirement.specifier.contains(version)
 

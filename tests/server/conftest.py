@@ -15,15 +15,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.app import create_app
 from server.arms import Arm
 from server.config import GatewayTable
+from server.gateway import Gateway as Core
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 
 
 class Gateway:
     """A running gateway: its arm, its address, and what it counts."""
 
-    def __init__(self, arm: Arm, table: GatewayTable) -> None:
+    def __init__(self, arm: Arm, table: GatewayTable, *others: Arm, **told: Any) -> None:
         self.arm = arm
-        self.app = create_app(arm, table, version="0.0.test")
+        self.core = Core(table, [arm, *others], version="0.0.test", **told)
+        self.app = create_app(self.core)
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]

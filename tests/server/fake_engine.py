@@ -91,6 +91,20 @@ class FakeEngine:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
 
+    def stop_listening(self) -> None:
+        """As a killed engine: nobody answers at its address."""
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+
+    def listen_again(self) -> None:
+        """As an engine that was started anew at the same address."""
+
+        async def up() -> None:
+            self.runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=0.1)
+            await self.runner.setup()
+            await web.TCPSite(self.runner, "127.0.0.1", int(self.url.rpartition(":")[2]), reuse_address=True).start()
+
+        asyncio.run_coroutine_threadsafe(up(), self.loop).result(10)
+
     def seen(self, count: int = 1) -> list[Seen]:
         """The requests, once `count` of them have come in."""
         wait_until(lambda: len(self.requests) >= count)

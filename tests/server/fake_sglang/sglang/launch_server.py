@@ -3,7 +3,9 @@
 FAKE_SGLANG is a list, with semicolons, of: die (at once), die-later (0.5 s after it was ready), never-ready, no-token,
 change:NAME=JSON (resolved argument), stubborn (ignores SIGTERM, with a child that does too), hang (a request runs and
 no token comes), no-plugin (captures nothing), accepts:HISTOGRAM (of each answer, 0,0,9,9 unless told), no-template
-(chat is refused), no-statistics, shake:NAME=JSON (an entry of the capture's handshake).
+(chat is refused), no-statistics, chatty (prints a lot), die-once:FILE (as
+die-later, unless FILE is there), shake:NAME=JSON (an entry of the capture's handshake). A request of the user slowN is
+answered after N seconds.
 """
 
 import json
@@ -122,6 +124,8 @@ class Handler(BaseHTTPRequestHandler):
         elif "no-template" in CUES and "chat" in self.path:
             self.answer(400, {"error": "no chat template"})
         else:
+            if str(body.get("user", "")).startswith("slow"):
+                time.sleep(float(body["user"][4:]))
             extension = {"spec_tokens_details": details()} if "return_spec_tokens_details" in body else {}
             self.answer(500 if "no-token" in CUES else 200, {"choices": [{"text": "x"}], "sglext": extension})
 
@@ -129,6 +133,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+if "chatty" in CUES:
+    threading.Thread(target=lambda: [print(f"line {at} " + "x" * 100, flush=True) for at in range(4000)]).start()
+once = next((Path(cue.removeprefix("die-once:")) for cue in CUES if cue.startswith("die-once:")), None)
+if once and not once.exists():
+    once.touch()
+    CUES.append("die-later")
 if "die-later" in CUES:
     threading.Thread(target=lambda: (time.sleep(2.0), print("fake: dying now", flush=True), os._exit(9))).start()
 print("Uvicorn running", flush=True)

@@ -1,0 +1,152 @@
+"""The health of remote arms: what a name stands for, which of its engines answer, and what they say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from server.arms import Arm, Arms
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 2.0
+PROBE_TIMEOUT_S = 5.0
+RESOLVE_S = 10.0
+DOWN_AFTER = 3  # probes in a row without an answer
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+
+async def addresses(host: str, port: int) -> list[str]:
+    """All addresses of a name, sorted. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(each[4][0]) for each in found})
+
+
+class RemoteArm:
+    """All engines behind one URL. Over http a name with several addresses is several engines, each probed by itself;
+    over https it is one, since its certificate is for the name."""
+
+    def __init__(self, arms: Arms, arm: Arm, *, resolve: Resolve = addresses) -> None:
+        self.arms = arms
+        self.pattern = arm
+        self.fixed_capacity = arm.capacity is not None
+        self.resolve = resolve
+        self.members = {arm.url: arm}
+        self.failures: dict[str, int] = {}
+        self._resolve_at = 0.0
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Look after the engines until cancelled."""
+        while True:
+            if monotonic() >= self._resolve_at:
+                await self.refresh()
+                self._resolve_at = monotonic() + RESOLVE_S
+            await asyncio.gather(*(self.probe(session, arm) for arm in list(self.members.values())))
+            self.arms.on_change()  # a breaker may have become half-open meanwhile
+            await asyncio.sleep(PROBE_S)
+
+    async def refresh(self) -> None:
+        """Look the name up. Where that fails, what is known stays."""
+        parts = urlsplit(self.pattern.url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        if parts.scheme == "https" or _is_address(host) or self.pattern.name not in self.arms.names:
+            return  # one engine, as a shadow is, which has no share to divide
+        try:
+            found = await self.resolve(host, port)
+        except OSError as error:
+            logger.warning("arm %s: %s cannot be looked up: %s", self.pattern.name, host, error)
+            return
+        urls = [f"http://{f'[{each}]' if ':' in each else each}:{port}" for each in found]
+        if len(urls) == 1:
+            urls = [self.pattern.url]  # the name, which its server may want to hear
+        if not urls or set(urls) == set(self.members):
+            return
+        self.members = {url: self.members.get(url) or self._member(url) for url in urls}
+        self.arms.replace(self.pattern.name, list(self.members.values()))
+        logger.info("arm %s: %s is %s", self.pattern.name, host, ", ".join(found))
+
+    async def probe(self, session: aiohttp.ClientSession, arm: Arm) -> None:
+        """Ask one engine whether it is ready; on its first yes, what it serves and how much at once."""
+        headers = {"authorization": f"Bearer {arm.api_key}"} if arm.api_key else {}
+        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+        problem = ""
+        try:
+            async with session.get(f"{arm.url}/ready", headers=headers, timeout=timeout) as answer:
+                if answer.status != 200:
+                    problem = f"the engine is not ready (it answers {answer.status})"
+            if not problem and arm.state != "ready":
+                problem = await self._acquaint(session, arm, headers, timeout)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            problem = f"the engine cannot be reached ({type(error).__name__})"
+        self._note(arm, problem)
+
+    async def _acquaint(
+        self, session: aiohttp.ClientSession, arm: Arm, headers: dict[str, str], timeout: aiohttp.ClientTimeout
+    ) -> str:
+        """Learn what the engine is. Returns what speaks against it."""
+        async with session.get(f"{arm.url}/server_info", headers=headers, timeout=timeout) as answer:
+            if answer.status in (401, 403):
+                return f"the engine refuses our key ({answer.status}): correct engine_keys_file"
+            found = await answer.json(content_type=None) if answer.status == 200 else {}
+        served = found.get("served_model_name")
+        if served is not None and served != arm.served_name:
+            return f"the engine serves {served!r}, not {arm.served_name!r}"
+        if not self.fixed_capacity:
+            arm.capacity = capacity_of(found)
+        return ""
+
+    def _note(self, arm: Arm, problem: str) -> None:
+        before = arm.state
+        if not problem:
+            self.failures[arm.url] = 0
+            if before != "ready":
+                arm.state, arm.detail, arm.ready_since = "ready", "", monotonic()
+        else:
+            failures = self.failures[arm.url] = self.failures.get(arm.url, 0) + 1
+            if before == "starting" or failures >= DOWN_AFTER:
+                arm.state = "starting" if before == "starting" and failures < DOWN_AFTER else "down"
+                arm.detail = problem
+        if arm.state != before:
+            logger.warning("arm %s at %s is %s%s", arm.name, arm.url, arm.state, f": {problem}" if problem else "")
+            self.arms.on_change()
+
+    def _member(self, url: str) -> Arm:
+        pattern = self.pattern
+        return Arm(
+            pattern.name,
+            url,
+            pattern.api_key,
+            pattern.admin_key,
+            pattern.served_name,
+            pattern.drafter,
+            vocab_size=pattern.vocab_size,
+            capacity=pattern.capacity if self.fixed_capacity else None,
+            weight=next(iter(self.members.values())).weight,
+        )
+
+
+def capacity_of(info: dict[str, object]) -> int | None:
+    """Answers at once, by an engine's /server_info; None where it does not say."""
+    states = info.get("internal_states")
+    first = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+    each = first.get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+    dp = info.get("dp_size")
+    if type(each) is not int or each < 1:
+        return None
+    return each * (dp if type(dp) is int and dp > 0 else 1)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
