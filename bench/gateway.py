@@ -18,14 +18,13 @@ import orjson
 import uvloop
 
 from bench.raw_client import DONE, AnswerError, connect
-from bench.served import ServedError, Side, Started, peer_at
+from bench.served import KEY, ServedError, Side, Started, peer_at
 from bench.synthetic import MODEL
 from drafter.report import command, machine
 
 STREAMS = 32
 BODY_BYTES = 16 * 1024 * 1024
 BURST_PIECES = 3
-KEY = "bench-key"
 OWN = ("direct", "minimal", "eyas")
 
 TEXT = """\
@@ -39,7 +38,8 @@ cpu_us_per_request, added_unary_p50_ms: plain requests, one after another on one
 added_ttft_burst_p50_ms: 32 streams that begin at once, each on a new connection
 cpu_us_per_large_request: plain requests with bodies of 16 MiB
 added_*: above direct, in the same round; ratios: Eyas over minimal; all are medians over the rounds
-a peer has to pass on to the engine at --upstream-port, under the model name "synthetic", with key "bench-key"
+a peer has to pass on to the engine at --upstream-port, under the model name "synthetic"; a key that it asks for has
+to be "eyas_0000beef_" and 43 times "k"
 exit codes: 0 fine, 1 a side failed, 2 usage, 130 interrupted
 """
 

@@ -6,14 +6,17 @@ The CPU time of a process is read from outside it, by the clock that the kernel 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import orjson
 import psutil
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,9 +25,13 @@ from bench.minimal_relay import minimal_relay
 from bench.synthetic import MODEL, upstream
 from server.app import create_app
 from server.arms import Arm
-from server.config import GatewayTable
+from server.auth import KeyRing
+from server.config import GatewayTable, Limits
 from server.gateway import Gateway
 
+KEY = "eyas_0000beef_" + "k" * 43
+RATES = {"requests_per_minute": 10**9, "tokens_per_minute": 10**12, "max_inflight": 10**4}
+CAPACITY = 256
 REPO = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -35,9 +42,14 @@ class ServedError(RuntimeError):
 
 
 def eyas(upstream_url: str) -> ASGIApp:
-    """The gateway before one engine."""
-    arm = Arm("bench", upstream_url, "engine-key", "admin-key", MODEL, "synthetic", state="ready", vocab_size=1 << 17)
-    return create_app(Gateway(GatewayTable(), [arm], version="bench"))
+    """The gateway before one engine, with what an operator would have on: keys, rates, a queue, metrics."""
+    arm = Arm("bench", upstream_url, "engine-key", "admin-key", MODEL, "synthetic", "ready", "", 1 << 17, CAPACITY)
+    entry = {"name": "bench", "sha256": hashlib.sha256(KEY.encode()).hexdigest(), "created": "2026"}
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(orjson.dumps({"format": 1, "keys": {KEY.split("_")[1]: {**entry, **RATES}}}))
+        file.flush()
+        keys = KeyRing(Path(file.name), Limits())
+    return create_app(Gateway(GatewayTable(), [arm], version="bench", keys=keys))
 
 
 SIDES: dict[str, Callable[[str], ASGIApp]] = {"upstream": lambda _: upstream, "minimal": minimal_relay, "eyas": eyas}

@@ -82,8 +82,7 @@ class Ticket:
 
         Raises ApiError: 503 where no engine is up, 429 where the queue is full or the wait too long.
         """
-        answers = call.asked.get("n") or 1 if call.several else 1
-        await self.enter(answers * (call.prompts or 1))
+        await self.enter(call.answers)
 
     async def enter(self, slots: int = 1) -> None:
         """Wait for `slots` slots, or for all there are."""

@@ -187,11 +187,7 @@ class Engine:
     @property
     def vocab_size(self) -> int | None:
         """Tokens that the target knows, where its config.json is on this machine."""
-        try:
-            config = json.loads((Path(self.profile.model_path) / "config.json").read_bytes())
-            return int((config.get("text_config") or config)["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        return vocab_size_of(self.profile)
 
     def start(self, progress: Progress | None = None) -> None:
         """Start and block until one token was generated. Raises EngineError; then nothing is left running."""
@@ -516,6 +512,15 @@ class Engine:
         with contextlib.suppress(httpx.TransportError):
             return client.get(f"{self.url}/health_generate", timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
         return False
+
+
+def vocab_size_of(profile: Profile) -> int | None:
+    """Tokens that the profile's target knows, where its config.json is on this machine."""
+    try:
+        config = json.loads((Path(profile.model_path) / "config.json").read_bytes())
+        return int((config.get("text_config") or config)["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def port_obstacle(host: str, port: int) -> str | None:

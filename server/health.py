@@ -61,7 +61,7 @@ class RemoteArm:
             return  # one engine, as a shadow is, which has no share to divide
         try:
             found = await self.resolve(host, port)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             logger.warning("arm %s: %s cannot be looked up: %s", self.pattern.name, host, error)
             return
         urls = [f"http://{f'[{each}]' if ':' in each else each}:{port}" for each in found]
@@ -95,7 +95,8 @@ class RemoteArm:
         async with session.get(f"{arm.url}/server_info", headers=headers, timeout=timeout) as answer:
             if answer.status in (401, 403):
                 return f"the engine refuses our key ({answer.status}): correct engine_keys_file"
-            found = await answer.json(content_type=None) if answer.status == 200 else {}
+            said = await answer.json(content_type=None) if answer.status == 200 else {}
+        found = said if isinstance(said, dict) else {}
         served = found.get("served_model_name")
         if served is not None and served != arm.served_name:
             return f"the engine serves {served!r}, not {arm.served_name!r}"

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WHOSE = ("model", "drafter", "arm")
+KINDS = (("prompt", "prompt_tokens"), ("completion", "completion_tokens"))
 Whose = tuple[str, str, str]
 
 _ACCEPTANCE = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 4.0, 5.0, 6.0, 8.0, 12.0)
@@ -142,8 +143,8 @@ class Metrics:
 
     def add_usage(self, usage: Mapping[str, Any] | None, key_id: str = "none") -> None:
         """Count a finished request's tokens; an engine that reports none counts none."""
-        for kind in ("prompt", "completion"):
-            count = (usage or {}).get(f"{kind}_tokens")
+        for kind, name in KINDS:
+            count = (usage or {}).get(name)
             if isinstance(count, int) and count > 0:
                 self.tokens.labels(kind, key_id).inc(count)
 
@@ -153,7 +154,7 @@ class Metrics:
 
 
 class ArmMetrics:
-    """The metrics of one arm and drafter, looked up once: a look-up by labels costs more than the counting."""
+    """The metrics of one arm and drafter."""
 
     def __init__(self, metrics: Metrics, whose: Whose) -> None:
         self.whose = whose

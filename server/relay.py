@@ -44,6 +44,7 @@ class Relay:
         self.metrics = metrics
         self.tracing: Tracing | None = None
         self._exchanges: set[Exchange] = set()
+        metrics.inflight.set_function(lambda: len(self._exchanges))
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -109,14 +110,12 @@ class Relay:
         exchange = Exchange(self, call, ticket, send, request_id, begun, read)
         exchange.trace = _trace(heads)
         self._exchanges.add(exchange)
-        self.metrics.inflight.inc()
         span = self.tracing.begin(exchange) if self.tracing else None
         try:
             await exchange.run(receive)
         finally:
             if span:
                 span.end(exchange)
-            self.metrics.inflight.dec()
             self._exchanges.discard(exchange)
             self._leave(ticket, exchange.tokens)
             self.count(path, exchange.status, exchange.arm)

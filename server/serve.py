@@ -22,7 +22,7 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
-from server.engine import Engine, loopback_of, port_obstacle
+from server.engine import Engine, loopback_of, port_obstacle, vocab_size_of
 from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
 from server.health import RemoteArm
@@ -172,9 +172,10 @@ class _Service:
         for local in self.locals:
             local.start()
         stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait((stop, *servers, *others), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait((stop, *servers, *others), return_when=asyncio.FIRST_COMPLETED)
         if not self.stopping.is_set():
-            self.error = self.error or "a listener ended by itself; its last lines are above."
+            found = next((task.exception() for task in done if task.exception()), None)
+            self.error = f"the gateway ended by itself: {found!r}"
         notify("STOPPING=1")
         await self.gateway.drain(self.drain_s, self.cut_short)
         for task in (stop, *others):
@@ -187,7 +188,10 @@ class _Service:
         """Look after remote arms and the keys file."""
         while not self.public.started:
             await asyncio.sleep(0.01)
-        if not self.locals:
+        if not self.locals:  # else the ready text says it, once there is something to ask
+            scheme, config = "https" if self.public.config.is_ssl else "http", self.public.config
+            arms = ", ".join(self.gateway.arms.names)
+            _say(f"gateway at {scheme}://{loopback_of(config.host)}:{config.port}/v1 before {arms}")
             notify("READY=1", "STATUS=serving")  # live at once: /readyz says when an engine is ready
         session = self.gateway.relay.session
         async with asyncio.TaskGroup() as group:
@@ -276,6 +280,7 @@ class _Service:
             keys.admin,
             self.profile.target.served_name,
             table.drafter or "unknown",
+            vocab_size=vocab_size_of(self.profile),
             capacity=table.max_running_requests,
             weight=table.weight,
         )

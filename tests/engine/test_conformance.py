@@ -18,7 +18,8 @@ import pydantic
 import pytest
 
 from server.arms import Arm
-from server.config import GatewayTable
+from server.auth import KeyRing, add_key
+from server.config import GatewayTable, Limits
 from server.engine import Engine
 from tests.engine.conftest import EnginePool
 from tests.server.conftest import Gateway
@@ -43,6 +44,7 @@ TOOL: dict[str, Any] = {
 }
 ENGINE_DIFFERS = {
     "test_a_model_that_does_not_exist": "it answers to any model's name",
+    "test_a_wrong_key": "it answers 401 without www-authenticate",
     "test_null_stands_for_the_default": "it refuses stream: null",
 }
 
@@ -59,7 +61,7 @@ class Endpoint:
     gateway: Gateway
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, **{"max_retries": 0, **options})
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": self.key, "max_retries": 0, **options})
 
     def asynchronous(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
@@ -77,13 +79,17 @@ class Endpoint:
 
 
 @pytest.fixture(scope="module")
-def both(engines: EnginePool, tiny: Callable[[str], Any]) -> Iterator[dict[str, Endpoint]]:
+def both(
+    engines: EnginePool, tiny: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Endpoint]]:
     engine = engines.get(tiny("llama"), "none", extra_args=("--tool-call-parser", "qwen25"))
     arm = Arm("tiny", engine.url, engine.api_key, engine.admin_key, engine.served_name, engine.drafter.name, "ready")
-    gateway = Gateway(arm, GatewayTable()).start()
+    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+    _, key = add_key(keys, "conformance", Limits(requests_per_minute=100_000))
+    gateway = Gateway(arm, GatewayTable(), keys=KeyRing(keys, Limits())).start()
     common = {"model": engine.served_name, "engine": engine, "gateway": gateway}
     yield {
-        "gateway": Endpoint("gateway", gateway.url, "any", **common),
+        "gateway": Endpoint("gateway", gateway.url, key, **common),
         "engine": Endpoint("engine", engine.url, engine.api_key, **common),
     }
     gateway.stop()
@@ -251,6 +257,12 @@ def test_a_model_that_does_not_exist(endpoint: Endpoint) -> None:
     with pytest.raises(openai.NotFoundError) as found:
         endpoint.client().chat.completions.create(**endpoint.asked(model="gpt-5"))
     assert found.value.code == "model_not_found" and found.value.param == "model"
+
+
+def test_a_wrong_key(endpoint: Endpoint) -> None:
+    with pytest.raises(openai.AuthenticationError) as found:
+        endpoint.client(api_key="wrong").chat.completions.create(**endpoint.asked())
+    assert found.value.response.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from server.arms import Arm
+from server.call import new_rid, read_call
 from server.config import GatewayTable
 from server.engine import Engine
 from tests.engine.served import Served, on
@@ -166,6 +168,44 @@ def test_a_client_that_leaves_frees_the_engine(
     wait_until(lambda: through.gateway.metric("eyas_inflight_requests") == 0)
     assert through.count("generation_tokens_total") - made < LONG * answers
     assert through.ask(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "stops"),
+    [({}, True), ({"prompt": ["the eagle", "a fish"]}, True), ({"n": 2}, False)],
+    ids=["single", "list", "n2"],
+)
+def test_the_abort_alone_stops_what_has_an_id_of_ours(through: Through, more: dict[str, Any], stops: bool) -> None:
+    """The second measure without the first: the connection stays open. For n > 1 only the first one works."""
+    asked = {"model": through.engine.served_name, "prompt": "hi", "max_tokens": LONG, "ignore_eos": True, **more}
+    call = read_call(COMPLETIONS, json.dumps(asked).encode(), new_rid(), through.engine.served_name, None)
+    with httpx.Client(base_url=through.engine.url, timeout=60) as client, ThreadPoolExecutor(1) as pool:
+        headers = {**through.engine.headers, "content-type": "application/json"}
+        answer = pool.submit(client.post, COMPLETIONS, content=call.body, headers=headers)
+        wait_until(lambda: through.count("num_running_reqs") == call.answers, timeout=30)
+        assert bool(call.abort_ids) == stops
+        for rid in call.abort_ids:
+            stopped = httpx.post(
+                f"{through.engine.url}/abort_request", json={"rid": rid}, headers=through.engine.admin_headers
+            )
+            assert stopped.status_code == 200
+        if stops:
+            tokens = answer.result().json().get("usage", {}).get("completion_tokens", 0)
+            assert tokens < LONG * call.answers
+        else:
+            client.close()
+            answer.exception()
+    wait_until(lambda: through.count("num_running_reqs") == through.count("num_queue_reqs") == 0, timeout=30)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_logprobs_come_with_speculation(through: Through, stream: bool) -> None:
+    """Engines have crashed of the two together; this one answers, and says as many as it made tokens."""
+    asked = {"logprobs": True, "top_logprobs": 2, "stream": stream}
+    answer = through.ask(CHAT, **asked)
+    messages = messages_of(answer.content) if stream else [answer.json()]
+    held = [choice["logprobs"] for message in messages for choice in message["choices"]]
+    assert sum(len(each["content"]) for each in held if each and each["content"]) == TOKENS
 
 
 def test_many_that_leave_at_all_moments_leave_nothing_behind(through: Through) -> None:

@@ -39,7 +39,7 @@ def call(user: str = "", *, structured: bool = False, wish: str | None = None, *
         wants_usage=False,
         wants_details=False,
         prompts=None,
-        several=False,
+        each=1,
         structured=structured,
         asked={"user": user, **asked},
         arm_wish=wish,

@@ -10,14 +10,12 @@ import orjson
 import pytest
 
 from server.call import read_call
-from server.config import load_profile
-from server.serve import uvicorn_config
+from server.serve import listener
 from tests.server.conftest import Gateway
 from tests.server.fake_engine import MODEL, TOOL_PIECES, FakeEngine
 from tests.server.test_relay import frames_of
 
 PATH = "/v1/chat/completions"
-PROFILE = "deploy/profiles/cpu-smollm2.toml"
 
 
 def call_of(**asked: Any) -> Any:
@@ -98,7 +96,7 @@ def test_what_an_engine_holds_to_a_grammar_is_known(asked: dict[str, Any], struc
     assert call_of(**asked).structured is structured
 
 
-def test_one_process_counts_everything() -> None:
+def test_one_process_counts_everything(gate: Gateway) -> None:
     """Metrics of several workers are wrong in ways that nobody sees."""
-    config = uvicorn_config(load_profile(PROFILE), "127.0.0.1", 0)
+    config = listener(gate.app, "127.0.0.1", 0).config
     assert config.workers == 1
