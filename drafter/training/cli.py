@@ -245,17 +245,15 @@ def run_train(arguments: argparse.Namespace) -> int:
     before = a.out / "before.json"  # what a run that is resumed knows no more
     if fresh:
         check_teacher(documents, target)
-    if fresh and parent:
+    if fresh and parent and ranks.leads:
         for line in differences(model.config, target):
             ranks.say(f"{a.parent} keeps its own {line}")
         checked = check_before(parent, model, documents, shards, target, a.probe, a.remapped_from)
         ranks.say(checked.sentence())
-        if ranks.leads:
-            write_text(before, json.dumps(asdict(checked)))
+        write_text(before, json.dumps(asdict(checked)))
     if fresh and not a.parent:
-        ranks.say(
-            f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents"
-        )
+        fitted = fit_fc(model, documents, a.seed)
+        ranks.say(f"fc fitted to the target's final states: R2 {fitted:.3f} on held-out documents")
     options = Options(
         steps=a.steps,
         epochs=a.epochs,
