@@ -21,6 +21,7 @@ from bench.arithmetic import Shape, clock, matrix_rate, needed_operations, neede
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import open_shards
 from drafter.training.batch import Batch
+from drafter.training.device import keep_memory
 from drafter.training.documents import Documents
 from drafter.training.initial import new_drafter
 from drafter.training.model import Eagle3
@@ -66,7 +67,8 @@ class Side:
 
 
 def eyas(side: Side) -> Step:
-    """This project's trainer: a step of its own run, metrics included."""
+    """This project's trainer: a step of its own run, metrics included; memory as `train` keeps it."""
+    keep_memory()
     model = new_drafter(
         drafter_config(side.target, side.layer_ids, side.vocab, DrafterShape()), side.vocab, side.target, 0
     )
