@@ -1,6 +1,7 @@
 """Installs the stand-in, and refuses where a real sgl_kernel belongs: beside a CUDA device or another sgl_kernel.
 
-Where a C++ compiler is found, attention is built too (attention.cpp); without one, torch's does, slower.
+Where a C++ compiler is found, attention and linear layers of a few rows are built too (*.cpp); without one, torch's
+own do, slower.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 PTH = "eyas_cpu_engine.pth"
-SOURCE, LIBRARY = Path("sgl_kernel/attention.cpp"), Path("sgl_kernel/libeyas_attention.so")
+SOURCES = (Path("sgl_kernel/attention.cpp"), Path("sgl_kernel/linear.cpp"))
+LIBRARY = Path("sgl_kernel/libeyas_cpu.so")
 # OpenMP's library is the one that torch has loaded by then.
 FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
 RIVALS = ("sglang-kernel", "sgl-kernel")
@@ -61,20 +63,21 @@ def refusal(devices=cuda_devices, version_of=installed) -> str | None:
     return None
 
 
-def build_attention(out: Path, compiler: str | None = None) -> bool:
-    """Compile attention.cpp into `out`. False, with a line that says so, where no compiler can."""
+def build_native(out: Path, compiler: str | None = None) -> bool:
+    """Compile SOURCES into `out`. False, with a line that says so, where no compiler can."""
     compiler = compiler or os.environ.get("CXX", "c++")
     try:
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(out)], check=True, capture_output=True, text=True)
+        argv = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(out)]
+        subprocess.run(argv, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[:1]
-        print(f"eyas-cpu-engine: attention goes through torch, {compiler} did not compile it: {said}", file=sys.stderr)
+        print(f"eyas-cpu-engine: torch does all the work, {compiler} did not compile ours: {said}", file=sys.stderr)
         return False
     return True
 
 
 class BuildPy(build_py):
-    """Also puts the compiled attention and the .pth beside the modules; an empty build folder leaves none renamed."""
+    """Also puts the compiled library and the .pth beside the modules; an empty build folder leaves none renamed."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
@@ -82,7 +85,7 @@ class BuildPy(build_py):
         Path(self.build_lib).mkdir(parents=True, exist_ok=True)
         shutil.copyfile(PTH, Path(self.build_lib) / PTH)
         self._built = [PTH]
-        if build_attention(Path(self.build_lib) / LIBRARY):
+        if build_native(Path(self.build_lib) / LIBRARY):
             self._built.append(str(LIBRARY))
 
     def get_outputs(self, include_bytecode=True):

@@ -8,6 +8,7 @@
 #   make serve DRAFTER=$WORK/run/drafter
 # The committed drafter was trained on conversations that are committed too:
 #   CONVERSATIONS=deploy/recipes/smollm2/written/seed-1.jsonl.gz deploy/recipes/smollm2.sh
+# Beside the target's own prompts it answers REQUESTS of a grammar (deploy/recipes/smollm2/requests.py), 0 for none.
 # For another target: PROFILE (with [capture]), and PROMPTS where the target cannot write its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -19,9 +20,9 @@ OPENERS=${OPENERS:-deploy/recipes/smollm2/openers.txt}
 HELD_OUT=${HELD_OUT:-mt_bench,humaneval}
 read -ra CONVERSATIONS <<< "${CONVERSATIONS:-$WORK/train.jsonl}"
 if [[ ${QUICK:-} ]]; then
-  COUNT=${COUNT:-64} HELD_COUNT=${HELD_COUNT:-8} TOKENS=${TOKENS:-96} VOCAB=${VOCAB:-4096} TRAIN=${TRAIN:---minutes 2 --lr 3e-3 --clip 1}
+  COUNT=${COUNT:-64} REQUESTS=${REQUESTS:-0} HELD_COUNT=${HELD_COUNT:-8} TOKENS=${TOKENS:-96} VOCAB=${VOCAB:-4096} TRAIN=${TRAIN:---minutes 2 --lr 3e-3 --clip 1}
 else
-  COUNT=${COUNT:-12000} HELD_COUNT=${HELD_COUNT:-244} TOKENS=${TOKENS:-224} VOCAB=${VOCAB:-12288}
+  COUNT=${COUNT:-12000} REQUESTS=${REQUESTS:-1700} HELD_COUNT=${HELD_COUNT:-244} TOKENS=${TOKENS:-224} VOCAB=${VOCAB:-12288}
   TRAIN=${TRAIN:---minutes 120 --held-share 0.03 --ttt-steps 3 --lr 3e-3 --clip 1}
 fi
 mkdir -p "$WORK"
@@ -38,6 +39,14 @@ if [[ $PROMPTS ]]; then ask=(--prompts "$PROMPTS"); else ask=(--openers "$OPENER
 [[ ${CONVERSATIONS[0]} != "$WORK/train.jsonl" ]] || once wrote-train engine --drafter none -- \
   "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
   --out "$WORK/train.jsonl" --count "$COUNT" --max-tokens "$TOKENS" "${ask[@]}"
+
+if [[ $REQUESTS != 0 && ${CONVERSATIONS[0]} == "$WORK/train.jsonl" ]]; then
+  "$PY" deploy/recipes/smollm2/requests.py --count "$REQUESTS" >"$WORK/requests.jsonl"
+  once answered-requests engine --drafter none -- \
+    "$PY" -m drafter generate --url '{url}' --key-file '{key_file}' --model "$name" --target "$target" \
+    --out "$WORK/answers.jsonl" --prompts "$WORK/requests.jsonl" --max-tokens "$TOKENS"
+  CONVERSATIONS+=("$WORK/answers.jsonl")
+fi
 
 step "2. It answers the benchmarks too: never to be learned from, only to be walked in step 6"
 once wrote-held engine --drafter none -- \

@@ -23,8 +23,8 @@ from drafter.checkpoint.preflight import OF_THE_FOLDER, refuse
 from drafter.checkpoint.rows import Rows
 from drafter.checkpoint.subject import Subject, TargetFacts
 from drafter.checkpoint.vocab import DraftVocab, Ids
-from drafter.data.tensorfile import Span, array_part, map_tensors, span_chunks, tensor_spans, to_float32
-from drafter.data.tensorwriter import Part, write_parts
+from drafter.data.tensorfile import Span, array_part, map_tensors, span_part, tensor_spans, to_float32
+from drafter.data.tensorwriter import write_parts
 
 NormOutput = Literal["fed-back", "head-only"]
 Kind = Literal["flat", "speculators"]
@@ -138,9 +138,10 @@ def write_converted(
         parts.append(array_part("d2t", ids - np.arange(len(ids))))
     for name in kept:
         span = replace(spans[name], name=names[name])
-        moved = order is not None and name == HEAD and not np.array_equal(order, np.arange(len(order)))
-        chunks = _in_order(spans[name], order) if moved and order is not None else _as_it_is(spans[name])
-        parts.append(Part(span.name, span.dtype, span.shape, span.nbytes, chunks))
+        part = span_part(span)
+        if order is not None and name == HEAD and not np.array_equal(order, np.arange(len(order))):
+            part = replace(part, chunks=_in_order(span, order), lies=None)
+        parts.append(part)
     if ids is not None and to != "modelopt":
         parts.append(array_part("t2d", np.isin(np.arange(source.target_vocab_size), ids)))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
@@ -187,10 +188,6 @@ def _same(own: Span, theirs: Span) -> bool:
             if not same:
                 return False
     return True
-
-
-def _as_it_is(span: Span) -> Callable[[], Iterator[memoryview]]:
-    return lambda: span_chunks(span)
 
 
 def _in_order(span: Span, order: Ids) -> Callable[[], Iterator[memoryview]]:

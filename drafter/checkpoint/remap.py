@@ -20,7 +20,7 @@ from drafter.checkpoint.headstart import Init
 from drafter.checkpoint.maps import ReadMap, read_config
 from drafter.checkpoint.rows import Rows, from_float32
 from drafter.checkpoint.vocab import DraftVocab, Ids, VocabError
-from drafter.data.tensorfile import Span, array_part, file_metadata, span_chunks, tensor_spans
+from drafter.data.tensorfile import Span, array_part, file_metadata, span_part, tensor_spans
 from drafter.data.tensorwriter import Part, write_parts
 
 HEAD, FC = "lm_head.weight", "fc.weight"
@@ -190,16 +190,12 @@ def _parts(spans: Sequence[Span], move: Move, init: Init, maps: bool) -> list[Pa
         elif span.name.startswith(MOMENTS) and _is(span.name, HEAD) and span.shape:
             parts.append(_moved(span, move, None))
         else:
-            parts.append(Part(span.name, span.dtype, span.shape, span.nbytes, _chunks_of(span)))
+            parts.append(span_part(span))
     if maps and "d2t" in written:
         parts.insert(0, array_part("d2t", written["d2t"]))  # int64 first, so that it is aligned
     if maps and "t2d" in written:
         parts.append(array_part("t2d", written["t2d"]))
     return parts
-
-
-def _chunks_of(span: Span) -> Callable[[], Iterator[memoryview]]:
-    return lambda: span_chunks(span)
 
 
 def _moved(span: Span, move: Move, init: Init | None) -> Part:

@@ -8,9 +8,10 @@ from types import TracebackType
 import numpy as np
 
 from drafter.checkpoint.vocab import Ids
-from drafter.data.tensorfile import CHUNK_BYTES, NUMPY_TYPES, Span, TensorFileError, to_bf16, to_float32
+from drafter.data.tensorfile import NUMPY_TYPES, Span, TensorFileError, to_bf16, to_float32
 
 FLOATS = ("BF16", "F16", "F32")
+CHUNK_BYTES = 1024 * 1024  # of rows at a time: larger arrays are given back to the system after each use, and cost more
 
 
 class Rows:

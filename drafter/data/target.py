@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from drafter.data.tensorfile import Span, TensorFileError, plain_bytes, span_chunks, tensor_names, tensor_spans
+from drafter.data.tensorfile import Span, TensorFileError, plain_bytes, tensor_names, tensor_spans
+from drafter.data.tensorwriter import hash_range
 from drafter.report import file_sha256
 
 TARGET_HASHES = ("config_sha256", "tokenizer_sha256", "lm_head_sha256")
@@ -38,10 +39,9 @@ def target_hashes(folder: Path) -> dict[str, str | None]:
     head, tokenizer = output_head(folder), _tokenizer(folder)
     digest = hashlib.sha256()
     try:
-        for chunk in span_chunks(head):
-            digest.update(chunk)
-    except TensorFileError as error:
-        raise TargetError(str(error)) from None
+        hash_range(digest, head.file, head.begin, head.nbytes)
+    except OSError as error:
+        raise TargetError(f"{head.file} cannot be read ({error.strerror}): copy it again.") from None
     return {
         "config_sha256": file_sha256(folder / "config.json"),
         "tokenizer_sha256": None if tokenizer is None else file_sha256(tokenizer),

@@ -112,6 +112,11 @@ def span_chunks(span: Span) -> Iterator[memoryview]:
             yield buffer[:count]
 
 
+def span_part(span: Span) -> Part:
+    """A tensor as it lies in another file."""
+    return Part(span.name, span.dtype, span.shape, span.nbytes, lambda: span_chunks(span), (span.file, span.begin))
+
+
 def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> str:
     """Write a file beside its place, sync it and rename it; uint16 is written as bfloat16. Returns its sha256.
 

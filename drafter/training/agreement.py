@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from drafter.training.model import Eagle3
 
 FURTHEST = 0.15  # acceptance lengths that are further apart than this are not of the same features
 PAIRED = 0.05  # the same over the very answers that were served, where nothing but rounding is between them
-ANSWERS = 96  # walked at most
+ANSWERS, TOKENS = 96, 30_000  # walked at most: minutes of a processor for a drafter of Kimi's width
 FEWEST_STEPS = 60  # verify steps below which answers in common are too few to compare by themselves
 BATCH_TOKENS = 4096
 
@@ -131,32 +130,42 @@ def read_served(file: Path, folders: Mapping[str, Path]) -> Served:
 
 
 def answers_of(shards: ShardFolder, indices: Iterable[int], max_length: int, report: Served) -> list[Answer]:
-    """Answers to walk, at most ANSWERS: those that were served themselves, where there are enough of them.
+    """Answers to walk, at most ANSWERS of TOKENS: those that were served themselves, where there are enough of them.
 
     Else the longest answer of each of `indices`, without its last tokens where nothing follows it.
     """
-    paired: list[Answer] = []
-    for index in range(len(shards)):
-        document = shards.document(index)
-        answer = whole_answer(document, report.num_steps)
-        if answer and len(document.input_ids) <= max_length and len(paired) < ANSWERS:
-            ids = document.input_ids[answer.start : answer.stop].tolist()
-            served = report.by_answer.get(ids_sha256(ids))
-            if served is not None:
-                paired.append(replace(answer, served=served))
+    whole = (whole_answer(shards.document(index), report.num_steps, max_length) for index in range(len(shards)))
+    paired = _few(_served(answer, report) for answer in whole if answer)
     if sum(sum(answer.served or ()) for answer in paired) >= FEWEST_STEPS:
         return paired
-    found = (longest_answer(shards.document(index), report.num_steps, max_length) for index in indices)
-    return list(islice((answer for answer in found if answer), ANSWERS))
+    return _few(longest_answer(shards.document(index), report.num_steps, max_length) for index in indices)
 
 
-def whole_answer(document: Document, num_steps: int) -> Answer | None:
-    """The one answer of a document that was generated on past its end, as `evaluate` takes it."""
+def _few(answers: Iterable[Answer | None]) -> list[Answer]:
+    found, tokens = [], 0
+    for answer in answers:
+        if answer is not None:
+            found.append(answer)
+            tokens += len(answer.document.input_ids)
+        if len(found) == ANSWERS or tokens >= TOKENS:
+            break
+    return found
+
+
+def _served(answer: Answer, report: Served) -> Answer | None:
+    """The answer with the histogram that the engine counted over it; None where it did not serve it."""
+    ids = answer.document.input_ids[answer.start : answer.stop].tolist()
+    served = report.by_answer.get(ids_sha256(ids))
+    return None if served is None else replace(answer, served=served)
+
+
+def whole_answer(document: Document, num_steps: int, max_length: int) -> Answer | None:
+    """The one answer of a document that was generated on past its end, as `evaluate` takes it; None for another one."""
     marked = np.flatnonzero(document.loss_mask)
     if len(marked) < 2 or not marked[0] or marked[-1] - marked[0] + 1 != len(marked):
         return None
     start, stop = int(marked[0]), int(marked[-1]) + 1
-    return Answer(document, start, stop) if len(document.input_ids) >= stop + num_steps else None
+    return Answer(document, start, stop) if stop + num_steps <= len(document.input_ids) <= max_length else None
 
 
 def longest_answer(document: Document, num_steps: int, max_length: int) -> Answer | None:

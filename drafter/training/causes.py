@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def diagnose(model: Eagle3, target: Target, layer_ids: list[int], agreement: Agr
         add(name, cause, answers, walk_answers(model, answers, agreement.report.num_steps), **kind)
 
     for shift, word in ((1, "early"), (-1, "late")):
-        answers = _with_features(agreement.answers, lambda aux, by=shift: np.roll(aux, by, axis=0))
+        answers = _with_features(agreement.answers, partial(np.roll, shift=shift, axis=0))
         cause = f"positions: the captured features lie one position too {word} beside their tokens; capture again"
         walk(f"positions {word}", cause, answers)
 
@@ -136,7 +137,7 @@ def diagnose(model: Eagle3, target: Target, layer_ids: list[int], agreement: Agr
         walk("order of layers", cause, answers)
 
     for weight, what in ((None, "a plain norm"), (target.norm_H.float().numpy(), "the target's final norm")):
-        answers = _with_features(agreement.answers, lambda aux, by=weight: _normed(aux, hidden, by))
+        answers = _with_features(agreement.answers, partial(_normed, hidden=hidden, weight_H=weight))
         cause = f"norm: the drafter was served with states after {what}, those captured are before it; capture again"
         walk(f"{what}", cause, answers)
 
@@ -195,8 +196,8 @@ def _try_layers(target: Target, layer_ids: list[int], agreement: Agreement, walk
         ids = [layer + shift for layer in layer_ids]
         if shift:
             cause = (
-                f"layers: the drafter was served with the {name.removeprefix('layers ')} ({ids} in the place of "
-                f"{layer_ids}); capture with its own ids, in the convention of its target"
+                f"layers: the drafter was served with {name} than those captured ({ids} in the place of {layer_ids}); "
+                "capture with its own ids, in the convention of its target"
             )
         else:
             cause = (
@@ -251,7 +252,8 @@ def _blocks(aux_TA: np.ndarray, hidden: int) -> np.ndarray:
 def _normed(aux_TA: np.ndarray, hidden: int, weight_H: np.ndarray | None) -> np.ndarray:
     x = _blocks(aux_TA, hidden)
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-    return (x if weight_H is None else x * weight_H).reshape(aux_TA.shape)
+    normed: np.ndarray = (x if weight_H is None else x * weight_H).reshape(aux_TA.shape)
+    return normed
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from drafter.checkpoint.preflight import read_folder
     from drafter.checkpoint.vocab import DraftVocab
     from drafter.data.shards import join_shards, open_shards
+    from drafter.report import write_text
     from drafter.training.compatible import check_drafter, check_shards, differences
     from drafter.training.device import bf16_is_fast, keep_memory
     from drafter.training.documents import Documents
@@ -242,18 +243,18 @@ def run_train(arguments: argparse.Namespace) -> int:
     with ranks.first():  # it labels the documents, the others read its labels
         documents = Documents(shards, target, a.held_share, a.max_length, a.out, ranks.device)
     fresh = not (a.out / "checkpoint.safetensors").exists()
-    checked = None
+    before = a.out / "before.json"  # what a run that is resumed knows no more
     if fresh:
         check_teacher(documents, target)
-    if fresh and parent:
+    if fresh and parent and ranks.leads:
         for line in differences(model.config, target):
             ranks.say(f"{a.parent} keeps its own {line}")
         checked = check_before(parent, model, documents, shards, target, a.probe, a.remapped_from)
         ranks.say(checked.sentence())
+        write_text(before, json.dumps(asdict(checked)))
     if fresh and not a.parent:
-        ranks.say(
-            f"fc fitted to the target's final states: R2 {fit_fc(model, documents, a.seed):.3f} on held-out documents"
-        )
+        fitted = fit_fc(model, documents, a.seed)
+        ranks.say(f"fc fitted to the target's final states: R2 {fitted:.3f} on held-out documents")
     options = Options(
         steps=a.steps,
         epochs=a.epochs,
@@ -298,7 +299,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         "tokens": run.progress.tokens,
         "seconds": round(run.seconds(), 3),
         "first": first,
-        **({"before": {"probe": checked.probe, "remap": checked.remap}} if checked else {}),
+        **({"before": json.loads(before.read_bytes())} if parent else {}),
         "best": best,
         "curve": run.curve(),
     }

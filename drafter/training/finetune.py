@@ -60,7 +60,7 @@ def check_vocab(vocab: DraftVocab, parent: Path, wanted: Path, target: Path) -> 
     if vocab.hash != other.hash:
         shared = int(np.isin(vocab.target_ids, other.target_ids).sum())
         words = ["python", "-m", "drafter", "remap", parent, "--vocab", wanted, "--verifier", target]
-        command = shlex.join([*map(str, words), "--out", f"{str(parent).rstrip('/')}-remapped"])
+        command = shlex.join([*map(str, words), "--init", "scaled", "--out", f"{str(parent).rstrip('/')}-remapped"])
         raise TrainingError(
             f"drafter {parent} has the vocabulary {vocab.hash[:16]} ({len(vocab):,} tokens), {wanted} is "
             f"{other.hash[:16]} ({len(other):,}, of which it has {shared:,}): trained so, every row of lm_head would "
@@ -79,8 +79,9 @@ def check_teacher(documents: Documents, target: Target) -> None:
     norm_H = target.norm_H.float()
     before = "before the final norm, where they must be after it"
     final_MH = torch.cat([batch.final_TH.float() for batch in batches])
-    off = [float((_size(final_MH / _no_zeros(weight_H)) - 1).abs().median()) for weight_H in (norm_H, 1 + norm_H)]
-    if "rms_norm_eps" in target.config and min(off) > TEACHER_SIZE:  # Gemma's norms multiply by 1 + weight
+    factors = [weight_H for weight_H in (norm_H, 1 + norm_H) if weight_H.all()]  # Gemma's norms multiply by 1 + weight
+    off = [float((_size(final_MH / weight_H) - 1).abs().median()) for weight_H in factors]
+    if "rms_norm_eps" in target.config and len(off) == 2 and min(off) > TEACHER_SIZE:
         raise TrainingError(
             f"{documents.shards.path}: the final hidden states over the final norm's weight have a size that is "
             f"{min(off):.2f} off the 1 that it makes: they are those {before}. Capture again."
@@ -89,7 +90,7 @@ def check_teacher(documents: Documents, target: Target) -> None:
         return
     readings: dict[str, Callable[[Tensor], Tensor]] = {
         "": lambda x: x,
-        "after the final norm twice": lambda x: x / _no_zeros(norm_H),
+        "after the final norm twice": lambda x: x / norm_H.where(norm_H.abs() > 1e-3, torch.inf),
         "one position early beside their tokens": lambda x: x.roll(1, 0),
         "one position late beside their tokens": lambda x: x.roll(-1, 0),
     }
@@ -112,10 +113,6 @@ def check_teacher(documents: Documents, target: Target) -> None:
 
 def _size(x_MH: Tensor) -> Tensor:
     return x_MH.square().mean(-1).sqrt()
-
-
-def _no_zeros(weight_H: Tensor) -> Tensor:
-    return weight_H.where(weight_H.abs() > 1e-3, torch.inf)
 
 
 def remap_parent(folder: DrafterFolder, given: Path | None) -> DrafterFolder | None:

@@ -40,8 +40,9 @@ def new_drafter(config: dict[str, Any], vocab: DraftVocab, target: Target, seed:
 
 
 def has_own_head(model: Eagle3, target: Target) -> bool:
-    """Whether lm_head is the target's own rows, as a new drafter's is."""
-    return torch.equal(model.lm_head.weight, target.head_VH[model.target_ids_U].to(model.lm_head.weight.dtype))
+    """Whether lm_head is the target's own rows, as a new drafter's is; in bf16, which it may have been written in."""
+    same: bool = torch.equal(model.lm_head.weight.bfloat16(), target.head_VH[model.target_ids_U].bfloat16())
+    return same
 
 
 def fit_fc(model: Eagle3, documents: Documents, seed: int) -> float:

@@ -30,7 +30,7 @@ def all_inputs(target: Path, texts: list[np.ndarray]) -> list[np.ndarray]:
         raise NotRecomputed(f"the target has {size / 1e9:.0f} GB of weights, too many to compute other layers here")
     try:
         model = _load(target)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError) as error:
         raise NotRecomputed(f"transformers does not load {target} ({error!s:.120})") from None
     found = []
     with torch.no_grad():
@@ -50,7 +50,7 @@ def _load(target: Path) -> Any:
     text = whole.get("text_config")
     if text is None:
         return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    config = AutoConfig.for_model(text["model_type"], **text)  # the text half of a model that also sees
+    config = AutoConfig.for_model(text.pop("model_type"), **text)  # the text half of a model that also sees
     return AutoModelForCausalLM.from_pretrained(
         target, config=config, key_mapping={r"^language_model\.": ""}, dtype=torch.float32
     ).eval()

@@ -3,12 +3,10 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sgl_kernel import linear, plugin, rotary
+from sgl_kernel import plugin, rotary
 
 BASE = "sglang.srt.layers.rotary_embedding.base"
 
@@ -59,66 +57,6 @@ def test_unusual_rotations_are_left_to_the_original(sglang, case):
     forward = rotary.forward_of(base, lambda *args: ("original", args[-2] is offsets))
     query = torch.randn(1, 128)
     assert forward(rope, torch.tensor([5]), query, query, offsets) == ("original", True)
-
-
-def layer_of(out, width, dtype=torch.bfloat16, bias=False):
-    layer = torch.nn.Linear(width, out, bias=bias).to(dtype).requires_grad_(False)
-    return layer, torch.randn(4, width).to(dtype)
-
-
-@pytest.mark.parametrize("rows", [1, 4, linear.MAX_ROWS, linear.MAX_ROWS + 1])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_product_is_as_exact_as_torchs_own(rows, bias):
-    layer, _ = layer_of(960, 576, bias=bias)
-    x = torch.randn(rows, 576).bfloat16()
-    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-    ours = (linear.linear(layer, x, layer.bias).double() - exact).abs().max()
-    theirs = (F.linear(x, layer.weight, layer.bias).double() - exact).abs().max()
-    assert ours <= 1.1 * theirs + 1e-3
-    assert ("_eyas_packed" in layer.__dict__) == (linear.SUPPORTED and rows <= linear.MAX_ROWS)
-
-
-@pytest.mark.parametrize(("out", "width", "dtype"), [(64, 64, torch.bfloat16), (960, 576, torch.float32)])
-def test_small_and_float32_layers_are_left_alone(out, width, dtype):
-    layer, x = layer_of(out, width, dtype)
-    assert torch.equal(linear.linear(layer, x), F.linear(x, layer.weight))
-    assert "_eyas_packed" not in layer.__dict__
-
-
-def test_new_weights_are_packed_anew():
-    layer, x = layer_of(960, 576)
-    before = linear.linear(layer, x)
-
-    def load():  # as weight loaders do, which leaves no trace on the parameter
-        layer.weight.data.copy_(layer.weight.data * 2)
-
-    linear.invalidating(load)()
-    torch.testing.assert_close(linear.linear(layer, x), before * 2)
-
-    def fail():
-        load()
-        raise OSError("half way")
-
-    with pytest.raises(OSError, match="half way"):
-        linear.invalidating(fail)()
-    torch.testing.assert_close(linear.linear(layer, x), before * 4)
-    layer.weight = torch.nn.Parameter(layer.weight.data / 4, requires_grad=False)
-    torch.testing.assert_close(linear.linear(layer, x), before)
-
-
-@pytest.mark.parametrize("case", ["plain", "fp32 head", "on policy", "bias", "fp32", "no weight"])
-def test_the_head_is_packed_only_where_the_original_multiplies_plainly(case):
-    head, x = layer_of(960, 576, torch.float32 if case == "fp32" else torch.bfloat16)
-    processor = SimpleNamespace(
-        use_fp32_lm_head=case == "fp32 head", rl_on_policy_target="x" if case == "on policy" else None
-    )
-    compute = linear.head_of(lambda self, hidden, lm_head, bias, out: "original")
-    asked = SimpleNamespace() if case == "no weight" else head
-    found = compute(processor, x, asked, torch.zeros(960) if case == "bias" else None)
-    if case == "plain":
-        torch.testing.assert_close(found, x @ head.weight.T)
-    else:
-        assert found == "original"
 
 
 def run(code):

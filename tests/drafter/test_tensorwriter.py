@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from drafter.data.tensorfile import (
     array_part,
     file_metadata,
     span_chunks,
+    span_part,
     tensor_spans,
     write_tensors,
 )
-from drafter.data.tensorwriter import Part, write_parts
+from drafter.data.tensorwriter import CANNOT_COPY, Part, write_parts
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -64,6 +66,58 @@ def test_the_same_bytes_as_safetensors_itself(tmp_path: Path) -> None:
     spans = tensor_spans(tmp_path / "theirs")
     write_parts(tmp_path / "ours", [array_part(name, chosen[name]) for name in spans], {"format": "pt"})
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("refusal", [None, *CANNOT_COPY])
+def test_what_lies_in_another_file_is_copied_by_the_kernel_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: int | None
+) -> None:
+    monkeypatch.setattr(tensorwriter, "PASSED_BYTES", 7)
+    monkeypatch.setattr(tensorwriter, "HASHED_BYTES", 5)
+    monkeypatch.setattr(tensorwriter, "SYNC_BYTES", 20)
+    write_parts(tmp_path / "source", [array_part(name, x) for name, x in tensors().items()])
+    spans, copied = tensor_spans(tmp_path / "source"), []
+
+    def copy(*args: int) -> int:
+        if refusal is not None:
+            raise OSError(refusal, "as some file systems do")
+        copied.append(real(*args))
+        return copied[-1]
+
+    real = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    seen: list[int] = []
+    parts = [span_part(spans["a"]), array_part("new", np.arange(5)), span_part(spans["é"]), span_part(spans["empty"])]
+    digest = write_parts(tmp_path / "out", parts, None, seen.append)
+    assert digest == hashlib.sha256((tmp_path / "out").read_bytes()).hexdigest()
+    found = load_file(tmp_path / "out")
+    for name in ("a", "é", "empty"):
+        assert np.array_equal(found[name], tensors()[name])
+    assert np.array_equal(found["new"], np.arange(5)) and sum(seen) == 48 + 40 + 12
+    assert sum(copied) == (0 if refusal else 60)
+
+
+@pytest.mark.parametrize("when", ["before it is copied", "before it is hashed"])
+def test_a_file_that_shrinks_while_it_is_copied_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    source = tmp_path / "source"
+    write_tensors(source, {"m": np.ones((400, 20), np.float32)})
+    part = span_part(tensor_spans(source)["m"])
+    if when == "before it is copied":
+        os.truncate(source, 1000)
+    else:
+        real = os.copy_file_range
+
+        def copy(*args: int) -> int:
+            copied = real(*args)
+            os.truncate(source, 1000)
+            return copied
+
+        monkeypatch.setattr(os, "copy_file_range", copy)
+    with pytest.raises(OSError, match="became shorter"):
+        write_parts(tmp_path / "out", [part])
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -36,12 +36,12 @@ class EnginePool:
         extra_args: tuple[str, ...] = (),
         **options: Any,
     ) -> Engine:
-        """The engine that serves `pair` with `drafter`: none, ngram, or a name in `pair.drafters`."""
+        """The engine that serves `pair` with `drafter`: none, ngram, a name in `pair.drafters`, or a folder."""
         key = (pair.name, drafter, requests, extra_args, tuple(sorted(options.items())))
         if key != self._key or self._engine is None or self._engine.state != "ready":
             self.stop()
             self._count += 1
-            what = drafter if drafter in ("none", "ngram") else str(pair.drafters[drafter])
+            what = drafter if drafter in ("none", "ngram") else str(pair.drafters.get(drafter, drafter))
             profile, run_dir = self.profile(pair, requests, extra_args), self._folder / f"run-{self._count}"
             engine = Engine(profile, what, run_dir=run_dir, **options)
             engine.start()

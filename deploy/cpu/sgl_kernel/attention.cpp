@@ -8,12 +8,7 @@
 #include <limits>
 #include <vector>
 
-#if defined(__x86_64__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
-#define INLINE static inline __attribute__((always_inline))
+#include "bfloat16.h"
 
 namespace {
 
@@ -53,24 +48,6 @@ struct Request {
 struct Scratch {
   std::vector<float> query, scores, value, row;
 };
-
-INLINE float load(const float *at) { return *at; }
-INLINE float load(const uint16_t *at) {
-  uint32_t bits = uint32_t(*at) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-INLINE void store(float *at, float value) { *at = value; }
-INLINE void store(uint16_t *at, float value) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) {
-    *at = 0x7fc0;
-    return;
-  }
-  *at = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 INLINE Lanes *lanes(float *at) { return reinterpret_cast<Lanes *>(at); }
 INLINE const Lanes *lanes(const float *at) { return reinterpret_cast<const Lanes *>(at); }

@@ -1,7 +1,8 @@
-"""Attention of a few new rows in C++ (attention.cpp), where a compiler was there when the engine was installed.
+"""What is written in C++, where a compiler was there when the engine was installed; else torch does it.
 
-torch's kernel wants the keys side by side, and gathering them from the paged cache was half of a batch's time. Without
-the library, or where it does not fit, sgl_kernel.attention goes through torch.
+Attention of a few new rows (attention.cpp): torch's kernel wants the keys side by side, and gathering them from the
+paged cache was half of a batch's time. Linear layers of a few rows (linear.cpp): on a processor without bfloat16
+instructions torch takes four times as long for four rows as for one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = "libeyas_attention.so"
+LIBRARY = "libeyas_cpu.so"
 DTYPES = (torch.float32, torch.bfloat16)
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 ARGUMENTS = (
@@ -21,17 +22,22 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
+LINEAR_ARGUMENTS = (ctypes.c_int, _POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, ctypes.c_int)
+
+
 def _load(folder: Path):
-    """The function, or None where it was not built."""
+    """The two functions, or None twice where they were not built."""
     file = folder / LIBRARY
     if not file.exists():
-        return None
-    function = ctypes.CDLL(str(file)).eyas_attention
-    function.argtypes, function.restype = ARGUMENTS, None
-    return function
+        return None, None
+    library = ctypes.CDLL(str(file))
+    attention, linear = library.eyas_attention, library.eyas_linear
+    attention.argtypes, attention.restype = ARGUMENTS, None
+    linear.argtypes, linear.restype = LINEAR_ARGUMENTS, None
+    return attention, linear
 
 
-_attention = _load(Path(__file__).parent)
+_attention, _linear = _load(Path(__file__).parent)
 
 
 def fits(query, k_cache, v_cache, output, k_new=None, v_new=None):
@@ -90,6 +96,29 @@ def attend(
         _at(first_rows), _at(masks), query.shape[1], k_cache.shape[1], query.shape[2], output.shape[2], scale, causal,
         max(0, window), torch.get_num_threads(),
     )  # fmt: skip
+
+
+def multiplies(x, weight, bias=None):
+    """Whether `multiply` can be called with these: one dtype, a whole weight, and the library there."""
+    return (
+        _linear is not None
+        and x.dtype in DTYPES
+        and x.dtype == weight.dtype
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+
+
+def multiply(x, weight, bias=None):
+    """x [..., K] times weight [N, K], transposed, plus bias [N]: [..., N], summed in float32."""
+    x = x.contiguous()
+    rows, (outer, inner) = x.numel() // x.shape[-1], weight.shape
+    found = x.new_empty((*x.shape[:-1], outer))
+    _linear(
+        x.dtype == torch.bfloat16, x.data_ptr(), weight.data_ptr(), _at(bias), found.data_ptr(), rows, inner, outer,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return found
 
 
 def _int64(tensor):

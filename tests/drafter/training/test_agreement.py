@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter.__main__ import main
 from drafter.checkpoint.manifest import read_manifest
+from drafter.checkpoint.maps import read_map
+from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import Document
 from drafter.training.errors import TrainingError
 from tests.drafter.training.probe_report import write_probe
@@ -56,6 +60,15 @@ def test_what_was_served_is_walked_first(tmp_path, llama, answers, probe, capsys
     assert (
         f"it walks at {served:.3f} on the captured features, and was served at {served:.3f}" in capsys.readouterr().err
     )
+
+
+def test_a_run_that_is_resumed_knows_what_was_found_before_it(tmp_path, llama, answers, probe):
+    start(tmp_path, llama, answers, "--probe", probe)
+    found = read_manifest(tmp_path / "run" / "drafter")["training"]["before"]
+    for folder in (tmp_path / "shards", tmp_path / "run" / "drafter"):
+        shutil.rmtree(folder)
+    start(tmp_path, llama, answers, "--probe", probe)
+    assert read_manifest(tmp_path / "run" / "drafter")["training"]["before"] == found
 
 
 def test_other_answers_are_walked_where_none_is_shared(tmp_path, llama, answers, probe):
@@ -127,6 +140,36 @@ def test_a_fault_of_the_shards_is_named(tmp_path, llama, texts, answers, probe, 
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
+def test_layers_that_a_latent_drafter_was_not_served_with_are_named(tmp_path, kimi, tongue):
+    """On the tiny Kimi, whose text model is computed anew from inside the model that also sees."""
+    prompts = tongue.prompts(24, 10, torch.Generator().manual_seed(22)).tolist()
+    written = greedy(load(kimi.reference), prompts, 40)
+    spans = [(10, 46)] * len(written)
+    drafter = kimi.drafters["mla_noised_a"]
+    probe = write_probe(tmp_path / "report.json", drafter, kimi.reference, captured(kimi, written, spans))
+    wrong = captured(dataclasses.replace(kimi, inputs_to=(1, 2, 3)), written, spans)
+    with pytest.raises(
+        TrainingError, match=r"other states than those of \[2, 3, 4\]: they are those of layers 1 lower"
+    ):
+        start(tmp_path, kimi, wrong, "--probe", probe, drafter=drafter)
+
+
+def test_a_drafter_of_other_layers_than_its_folder_says(tmp_path, llama, texts, answers):
+    """Trained and served on the layers below those that its config and the shards both name."""
+    lower = other_layers(-1)(llama, texts, answers)
+    first = write_shards(tmp_path / "lower", lower, llama)
+    read_map(llama.drafters[NAME]).sorted()[0].save(tmp_path / "vocab.safetensors")
+    new = ("--vocab", tmp_path / "vocab.safetensors", "--out", tmp_path / "new", "--export-fp32", "--steps", 90)
+    few = ("--ttt-steps", 3, "--batch-tokens", 600, "--held-share", 0.1, "--fp32", "--eval-documents", 4, "--lr", 1e-2)
+    train("--shards", first, "--target", llama.target, *few, *new)
+    drafter = tmp_path / "new" / "drafter"
+    probe = write_probe(tmp_path / "report.json", drafter, llama.reference, lower)
+    with pytest.raises(
+        TrainingError, match=r"Likely cause: layers: .* one lower than those captured \(\[-1, 0, 1\] in"
+    ):
+        start(tmp_path, llama, answers, "--probe", probe, drafter=drafter)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -177,6 +220,60 @@ def test_a_fault_of_the_drafter_is_named(tmp_path, llama, answers, probe, change
     drafter = respoilt(tmp_path, llama.drafters[NAME], **change)
     with pytest.raises(TrainingError, match=rf"the folder was changed since.* Likely cause: {first}"):
         start(tmp_path, llama, answers, "--probe", probe, drafter=drafter)
+
+
+def remapped(tmp_path: Path, pair: TinyPair, dropped: int = 40) -> tuple[Path, Path]:
+    """A drafter in a folder of its own and, beside it, moved to a vocabulary without some of its tokens."""
+    parent = respoilt(tmp_path, pair.drafters[NAME])
+    old, _ = read_map(parent).sorted()
+    absent = np.setdiff1d(np.arange(pair.vocab_size), old.target_ids)
+    kept = np.random.default_rng(0).permutation(old.target_ids)[dropped:]
+    DraftVocab(np.sort(np.concatenate([kept, absent[:dropped]])), pair.vocab_size).save(tmp_path / "new.safetensors")
+    out = parent.parent / "moved"
+    call = ["remap", str(parent), "--vocab", str(tmp_path / "new.safetensors"), "--verifier", str(pair.target)]
+    assert main([*call, "--init", "scaled", "--out", str(out)]) == 0
+    return parent, out
+
+
+def test_another_vocabulary_is_refused_until_the_drafter_is_remapped(tmp_path, llama, answers, probe, capsys):
+    parent, moved = remapped(tmp_path, llama)
+    new = tmp_path / "new.safetensors"
+    with pytest.raises(
+        TrainingError, match=r"has the vocabulary .* of which it has 216\): .* Move its rows first: "
+    ) as told:
+        start(tmp_path, llama, answers, "--vocab", new, drafter=parent)
+    shutil.rmtree(tmp_path / "shards")
+    words = shlex.split(str(told.value).split("first: ")[1])
+    assert words[:3] == ["python", "-m", "drafter"] and main(words[3:]) == 0
+
+    start(tmp_path, llama, answers, "--vocab", new, "--probe", probe, drafter=moved)
+    found = read_manifest(tmp_path / "run" / "drafter")
+    before, served = found["training"]["before"], json.loads(probe.read_text())["variants"][0]["acceptance_length"]
+    assert before["probe"]["walked"] == round(served, 4), "its parent was walked, with its own vocabulary"
+    assert before["remap"]["kept"] == 216 and before["remap"]["before"] == before["remap"]["after"] > 0.4
+    assert found["origin"]["kind"] == "finetune" and found["origin"]["parent"] == "moved"
+
+
+def test_rows_that_were_moved_wrongly_are_told(tmp_path, llama, answers):
+    _, moved = remapped(tmp_path, llama)
+    tensors = load_file(moved / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
+    save_file(tensors, moved / "model.safetensors")
+    (moved / "eyas.json").unlink()
+    parent = moved.parent / NAME
+    with pytest.raises(
+        TrainingError, match=r"on tokens that were kept .* was right 0\.\d+ .* before .* and 0\.\d+ after"
+    ):
+        start(tmp_path, llama, answers, "--remapped-from", parent, drafter=moved)
+
+
+def test_a_remapped_drafter_without_its_parent(tmp_path, llama, answers):
+    parent, moved = remapped(tmp_path, llama)
+    parent.rename(parent.with_name("away"))
+    with pytest.raises(
+        TrainingError, match=r"was remapped from mha_noised_a, which is not beside it: .*--remapped-from"
+    ):
+        start(tmp_path, llama, answers, drafter=moved)
 
 
 def test_a_report_of_another_drafter_is_refused(tmp_path, llama, answers):

@@ -3,16 +3,20 @@
 import argparse
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
+from drafter.checkpoint.folder import open_folder
 from drafter.checkpoint.manifest import read_manifest
 from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
-from drafter.data.shards import ShardError, open_shards
+from drafter.data.shards import ShardError, join_shards, open_shards
 from drafter.training.cli import add_evaluate, add_train
+from drafter.training.compatible import differences
+from drafter.training.defaults import FINETUNE, SCRATCH
 from drafter.training.documents import Documents, split_fraction
 from drafter.training.errors import TrainingError
 from drafter.training.initial import fit_fc, new_drafter
@@ -189,6 +193,81 @@ def test_a_drafter_is_trained_on(tmp_path, llama, shards, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert printed["first"]["full_acc_0"] > 0.3
     assert read_manifest(tmp_path / "run" / "drafter")["origin"]["parent"] == parent.name
+
+
+def test_shards_of_several_folders_are_one(tmp_path, llama, spoken):
+    parts = [write_shards(tmp_path / name, part, llama) for name, part in (("a", spoken[:90]), ("b", spoken[90:]))]
+    first, second = (open_shards(part) for part in parts)
+    both = join_shards([first, second])
+    assert both.names() == first.names() + second.names() and both.manifest["documents"] == len(both) == len(spoken)
+    assert np.array_equal(both.document(95).aux_hidden, second.document(5).aux_hidden)
+    hashes = {each.data_hash for each in (first, second, both, join_shards([second, first]))}
+    assert len(hashes) == 4
+    common = ("train", "--target", llama.target, "--from", llama.drafters["mha_noised_a"], *FEW)
+    command(*common, "--shards", parts[0], "--shards", parts[1], "--out", tmp_path / "run")
+    manifest = read_manifest(tmp_path / "run" / "drafter")
+    assert manifest["origin"]["data_hash"] == both.data_hash
+    assert manifest["origin"]["kind"] == "finetune"
+    assert manifest["origin"]["parent_sha256"] == open_folder(llama.drafters["mha_noised_a"]).sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_ids": [0, 1, 3]}, r"b has layer_ids \[0, 1, 3\], .*a has \[0, 1, 2\]"),
+        ({"target": {"config_sha256": "0f"}}, "b has config_sha256 '0f'"),
+        ({}, "a and .*b hold the same shard"),
+    ],
+)
+def test_shards_that_do_not_go_together(tmp_path, llama, spoken, changes, message):
+    a = open_shards(write_shards(tmp_path / "a", spoken[:20], llama))
+    b = open_shards(write_shards(tmp_path / "b", spoken[: 20 if not changes else 30], llama, **changes))
+    with pytest.raises(ShardError, match=message):
+        join_shards([a, b])
+
+
+def test_going_on_has_defaults_of_its_own(tmp_path, llama, shards, vocab_file):
+    """The rate falls with the width; a head of the target's own stays, another learns on; no curriculum."""
+    few = (*FEW[:2], *FEW[4:])
+    command(
+        "train", "--shards", shards, "--target", llama.target, "--vocab", vocab_file, "--out", tmp_path / "new", *few
+    )
+    common = ("train", "--shards", shards, "--target", llama.target, *few)
+    command(*common, "--from", tmp_path / "new" / "drafter", "--force", "--out", tmp_path / "own", "--clip", 2)
+    command(*common, "--from", llama.drafters["mha_noised_a"], "--out", tmp_path / "on")
+    new, own, on = (read_manifest(tmp_path / name / "drafter")["training"]["options"] for name in ("new", "own", "on"))
+    wanted = ("lr", "warmup", "clip", "ttt_steps", "head_from", "head_lr", "curriculum")
+    assert [new[key] for key in wanted] == [3e-3, 0.015, 0.5, 5, 1.0, 0.3, True]
+    assert [own[key] for key in wanted] == [pytest.approx(6e-4), 0.015, 2.0, 5, 1.0, 1.0, False]
+    assert [on[key] for key in wanted] == [pytest.approx(6e-4), 0.015, 0.5, 5, 0.0, 1.0, False]
+    assert (
+        SCRATCH.lr(7168) == 1e-4 and FINETUNE.lr(7168) == 2e-5 and FINETUNE.lr(576) == pytest.approx(2.49e-4, rel=1e-2)
+    )
+
+
+def test_every_difference_of_a_parent_is_named(tmp_path, llama, shards):
+    folder = tmp_path / "parent"
+    shutil.copytree(llama.drafters["mha_noised_a"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 3]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "eyas.json").write_text(
+        json.dumps({"format": 1, "target": {"config_sha256": "0f", "lm_head_sha256": "1f"}, "capture": {}})
+    )
+    with pytest.raises(TrainingError, match=r"layer_ids \[0, 1, 3\], .*; config_sha256 0f, .*; lm_head_sha256 1f, "):
+        command("train", "--shards", shards, "--target", llama.target, "--from", folder, "--out", tmp_path / "r", *FEW)
+    wanted = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 99}
+    said = differences(config | wanted, load_target(llama.target))
+    assert said[0] == "rope theta 1e+06 without scaling, the target's is theta 10000 without scaling"
+    assert "rms_norm_eps 1e-05, the target's is 1e-06" in said and len(said) == 3
+
+
+def test_a_start_must_be_one_of_two(tmp_path, llama, shards):
+    common = ("train", "--shards", shards, "--target", llama.target, "--out", tmp_path / "r", *FEW)
+    with pytest.raises(TrainingError, match="give --vocab FILE for a new drafter, or --from DIR"):
+        command(*common)
+    with pytest.raises(TrainingError, match="--probe: of a drafter that is trained on"):
+        command(*common, "--vocab", "v", "--probe", "r.json")
 
 
 def test_a_drafter_that_is_nearly_always_wrong_is_refused(tmp_path, llama, shards, spoken):
