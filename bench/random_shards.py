@@ -23,7 +23,7 @@ SHAPES = {
     "kimi": Shape(7_168, 18_432, 64, 128, 32_000, 163_840),
     "tiny": Shape(64, 96, 4, 16, 200, 512),
 }
-BATCHES = 8  # that are made
+BATCHES = 6  # that are made; half of the documents is held out
 LEANING = 8.0  # logits of the wanted token above the others' spread of 1
 
 

@@ -21,6 +21,7 @@ from bench.arithmetic import Shape, clock, matrix_rate, needed_operations, neede
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import open_shards
 from drafter.training.batch import Batch
+from drafter.training.device import keep_memory
 from drafter.training.documents import Documents
 from drafter.training.initial import new_drafter
 from drafter.training.model import Eagle3
@@ -45,7 +46,7 @@ class Side:
         self.target = load_target(folder / "target")
         self.vocab = DraftVocab.load(folder / "vocab.safetensors")
         shards = open_shards(folder / "shards")
-        self.documents = Documents(shards, self.target, 0.2, 1 << 20, folder, self.device)
+        self.documents = Documents(shards, self.target, 0.5, 1 << 20, folder, self.device)
         self.layer_ids: list[int] = shards.manifest["layer_ids"]
         self.batches = self.documents.epoch(self.documents.train, int(settings["batch_tokens"]), 0, 0)
 
@@ -66,7 +67,8 @@ class Side:
 
 
 def eyas(side: Side) -> Step:
-    """This project's trainer: a step of its own run, metrics included."""
+    """This project's trainer: a step of its own run, metrics included; memory as `train` keeps it."""
+    keep_memory()
     model = new_drafter(
         drafter_config(side.target, side.layer_ids, side.vocab, DrafterShape()), side.vocab, side.target, 0
     )

@@ -192,7 +192,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from drafter.data.shards import join_shards, open_shards
     from drafter.report import write_text
     from drafter.training.compatible import check_drafter, check_shards, differences
-    from drafter.training.device import bf16_is_fast
+    from drafter.training.device import bf16_is_fast, keep_memory
     from drafter.training.documents import Documents
     from drafter.training.errors import TrainingError
     from drafter.training.estimate import estimate
@@ -207,6 +207,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
     torch = _torch(arguments)
     a = arguments
+    keep_memory()
     ranks = join_ranks(torch.device(a.device))
     folder: Path = a.out / "drafter"
     if folder.exists():

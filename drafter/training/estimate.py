@@ -111,7 +111,7 @@ def estimate(
         "features": rows * (token_bytes(manifest["n_aux"], hidden, manifest["dtype"]) * (1 + product // stored)),
         "activations": rows * ttt_steps * a_row * FLOAT,
         "teacher": rows * draft * FLOAT,
-        "logits": 4 * CHUNK_ELEMENTS * FLOAT,
+        "logits": 2 * CHUNK_ELEMENTS * FLOAT,
     }
     checkpoint, best, labels = 3 * FLOAT * count, FLOAT * count, FLOAT * manifest["tokens"]
     return Estimate(memory, 2 * checkpoint + 2 * best + FLOAT * count + labels)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from drafter.training.batch import Batch, Shift
 from drafter.training.model import Eagle3
 
-CHUNK_ELEMENTS = 1024 * 1024  # logits held at once: they stay in the cache
+CHUNK_ELEMENTS = 8 * 1024 * 1024  # logits held at once: rows enough for a product to reach its rate
+CACHED_ELEMENTS = 64 * 1024  # of those a CPU works on at once, so that each pass after the first finds its cache
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
         rows = max(1, CHUNK_ELEMENTS // len(head_UH))
         for start in range(0, len(x_MH), rows):
             part = slice(start, start + rows)
-            logits, weight = F.linear(x_MH[part], head_UH).float(), weight_M[part]
-            teacher = teacher_JU.index_select(0, slot_M[part])
-            top, guess = logits.max(-1)
-            guesses.append(guess)
-            expected = (teacher * logits).sum(-1)
-            chance = logits.softmax(-1)
-            total = top - chance.gather(-1, guess[:, None])[:, 0].log()  # logsumexp, since chance = exp(logit - it)
-            loss += ((total - expected) * weight).sum()
-            if d_x is None and d_head is None:
-                continue
-            d_logits = chance.sub_(teacher).to(head_UH.dtype)  # weights join after the product, where rows are short
-            if d_x is not None:
+            d_logits, weight = (
+                F.linear(x_MH[part], head_UH),
+                weight_M[part],
+            )  # logits, until a gradient takes their place
+            for few in _pieces(d_logits):
+                logits, teacher = d_logits[few].float(), teacher_JU.index_select(0, slot_M[part][few])
+                top, guess = logits.max(-1)
+                guesses.append(guess)
+                expected = (teacher * logits).sum(-1)
+                chance = logits.softmax(-1)
+                total = top - chance.gather(-1, guess[:, None])[:, 0].log()  # logsumexp, since chance = exp(logit - it)
+                loss += ((total - expected) * weight[few]).sum()
+                d_logits[few] = chance.sub_(teacher)
+            if d_x is not None:  # weights join after the product, where rows are short
                 d_x[part] = d_logits @ head_UH * weight[:, None]
             if d_head is not None:
                 d_head += d_logits.T @ (x_MH[part] * weight[:, None]).to(head_UH.dtype)
@@ -107,6 +110,13 @@ class _SoftCrossEntropy(torch.autograd.Function):
         d_x, d_head = ctx.saved_tensors
         scale = gradients[0]
         return None if d_x is None else d_x * scale, None if d_head is None else d_head * scale, None, None, None
+
+
+def _pieces(logits_MU: Tensor) -> list[slice]:
+    """Rows to be worked on at once: what fits a processor's cache; on a GPU all of them."""
+    count, width = logits_MU.shape
+    few = max(1, CACHED_ELEMENTS // width) if logits_MU.device.type == "cpu" else max(count, 1)
+    return [slice(start, start + few) for start in range(0, count, few)]
 
 
 class Lesson(nn.Module):
@@ -206,5 +216,7 @@ def _teacher(batch: Batch, labels: list[Tensor], teacher_UH: Tensor, dtype: torc
     teacher_JU = final_JH.new_empty(len(final_JH), len(teacher_UH), dtype=torch.float32)
     for start in range(0, len(final_JH), rows):
         part = slice(start, start + rows)
-        torch.softmax(F.linear(final_JH[part], teacher_UH).float(), -1, out=teacher_JU[part])
+        logits, chances = F.linear(final_JH[part], teacher_UH), teacher_JU[part]
+        for few in _pieces(logits):
+            torch.softmax(logits[few].float(), -1, out=chances[few])
     return teacher_JU, used_T.cumsum(0) - 1
