@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from bench.render import PLACES, bucket_name, label, several_loads, speedup_of
-from bench.svg import Mark, Row, Series, curves, rows, swatch
 from drafter.report import Report
 from drafter.speedup import Costs, speedup
+from drafter.svg import Mark, Row, Series, curves, rows, swatch
 
 Variant = Mapping[str, Any]
 

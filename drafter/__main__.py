@@ -14,6 +14,7 @@ from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
 from drafter.speedup_cli import add_speedup
 from drafter.training.cli import add_evaluate, add_train
+from drafter.verdict_cli import add_verdict
 
 STEPS = """\
 the steps, each resumable by running the same command again:
@@ -21,6 +22,7 @@ the steps, each resumable by running the same command again:
   vocab      which tokens the drafter may propose, counted in those answers
   capture    an engine reads them, and writes down what it would feed a drafter
   train      the drafter learns to go on as the target does
+  verdict    its log, or another trainer's: go on, stop, or promote to the bench
   evaluate   what an engine would accept of it
   speedup    what that is worth on a machine, measured or on paper
 and with drafters of any origin:
@@ -31,7 +33,8 @@ and with drafters of any origin:
   convert    a drafter in another tool's format
 The whole way, from an empty folder: deploy/recipes/smollm2.sh
 
-exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted. Errors go to stderr, one sentence and the fix.
+exit codes: 0 fine, 1 failure, 2 usage, 130 interrupted; of verdict: 0 promote, 3 continue, 4 stop.
+Errors go to stderr, one sentence and the fix.
 """
 
 
@@ -44,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_evaluate, add_speedup):
+    for add in (add_generate, add_vocab, add_capture, add_train, add_verdict, add_evaluate, add_speedup):
         add(commands)
     for add in (add_inspect, add_preflight, add_diff, add_remap, add_convert):
         add(commands)

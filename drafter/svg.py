@@ -20,6 +20,7 @@ ROW_HEIGHT = 18  # of each mark in a row
 ROW_LABEL = 18  # above each row's marks
 STYLES = 8  # as many as the style sheet has; more series repeat them
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
+COLOURS = ("#0072b2", "#d55e00", "#00805f", "#a03c78", "#7a5c00", "#3d6fb6", "#5a5a5a", "#b3261e")  # of a file's own
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,44 @@ def swatch(style: int) -> str:
         f' stroke-dasharray="{dash}"' if dash else ""
     )
     return f'<svg class="swatch" viewBox="0 0 28 14" aria-hidden="true">{line}/>{_mark(style, 14, 7, "")}</svg>'
+
+
+def stacked(titled: Sequence[tuple[str, str]], names: Sequence[tuple[int, str]]) -> str:
+    """A file of its own: pictures of `curves` below each other, each under its title, and a legend of (style, name).
+
+    It brings its colours along, since no page does.
+    """
+    style = "".join(
+        [
+            "text{font:11px system-ui,sans-serif;fill:#1b1f24}.grid{stroke:#d8dee4}.line{fill:none;stroke-width:2}",
+            ".rule{stroke:#1b1f24;stroke-dasharray:5 4}.bar{opacity:.65}",
+            *(
+                f".line.s{i},.bar.s{i}{{stroke:{colour}}}.mark.s{i}{{fill:{colour}}}"
+                for i, colour in enumerate(COLOURS)
+            ),
+        ]
+    )
+    parts, at = [], 0
+    for title, picture in titled:
+        parts.append(_text(RIGHT, at + 16, title, "start"))
+        place = f'<svg y="{at + 20}" width="{WIDTH}" height="{CURVES_HEIGHT}" '
+        parts.append(picture.replace("<svg ", place, 1))
+        at += 20 + CURVES_HEIGHT
+    for index, name in names:
+        at += ROW_HEIGHT
+        parts.append(
+            f'<g transform="translate({RIGHT} {at - 10})">{swatch(index)}</g>'.replace(
+                "<svg ", '<svg width="28" height="14" ', 1
+            )
+        )
+        parts.append(_text(RIGHT + 36, at + 1, _short(name, 48), "start", name))
+    height = at + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{2 * WIDTH}" '
+        f'height="{2 * height}"><style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
+        + "".join(parts)
+        + "</svg>\n"
+    )
 
 
 def _svg(what: str, height: float, parts: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.svg import WIDTH, Mark, Row, Series, curves, nice_ticks, rows, swatch
+from drafter.svg import WIDTH, Mark, Row, Series, curves, nice_ticks, rows, swatch
 
 VALUES = st.floats(-1e6, 1e6, allow_nan=False).map(lambda value: round(value, 6))
 
