@@ -1,13 +1,11 @@
 """Training logs -> curves: our own JSON lines, speculators' Python dicts between other lines, SpecForge's and EAGLE's.
 
-A log is read as text, whatever wrote it: dicts in Python's or JSON's form, `name=value` lines, and `Epoch [1/9],
-position 0, Acc: 0.5` lines. Nothing is ever evaluated as code. What is cut off, wrapped or broken is read as far as it
-goes, and what that leaves out is told.
+logtext.py finds the records in the text; here they become points with the rates of each draft position. What cannot be
+used is left out and told.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -16,26 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-MAX_LINES = 400  # of one wrapped record
-MAX_POSITIONS = 32
-DIGITS = 3  # a rate that is cut off is taken as it stands from so many significant digits on
+from drafter.logtext import SECTIONS, Record, records
 
-NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|NaN|inf|Infinity)"
-PAIR = re.compile(rf"""['"]([\w/.-]+)['"]\s*:\s*(?:tensor\()?({NUMBER})""")
-LIST = re.compile(rf"""['"]([\w/.-]+)['"]\s*:\s*\[((?:\s*{NUMBER}\s*,?)*)""")
-FLAT = re.compile(rf"(?<![\w/'\"])([A-Za-z][\w/]*)\s*[=:]\s*({NUMBER})")
-EPOCH = re.compile(rf"(Train|Test|Eval|Val)\w*\s+Epoch\s*\[(\d+)/\d+\],\s*position\s*(\d+),\s*Acc:\s*({NUMBER})", re.I)
-DICT = re.compile(r"\{\s*(?:['\"]|$)")
-STEP = re.compile(r"\bstep[ =:]+(\d+)(?=\D)", re.I)
+MAX_POSITIONS = 32
+
 RATE = re.compile(r"(?:epoch_?)?(full_acc|cond_acc|acc)_(\d{1,2})(?:_epoch)?")
 POSITION = re.compile(r"(?:per_position_acc/|position_)(\d{1,2})(?:/acc)?")
-BEGINS = re.compile(
-    r"\s*(?:\[?\d{4}-\d\d-\d\d|\[\d\d:\d\d|\[?(?:INFO|WARNING|ERROR|DEBUG)\b|\[[A-Za-z][\w.]*\]|[{\"]|Traceback)"
-)
-BAR = re.compile(r"\d%\||(?:it/s|s/it)\b")
-COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-FILE_COLUMN = re.compile(r"\s{2,}\w+\.py:\d+\s*$")  # which rich prints at the right of a record's first line
-SECTIONS = {"train": "train", "val": "val", "eval": "val", "test": "val", "validation": "val"}
 LISTS = {"per_position_acc": "acc", "full_acc": "full_acc", "cond_acc": "cond_acc"}
 LOSSES = ("loss", "loss_epoch", "avg_loss")
 AXES = ("step", "epoch")
@@ -122,15 +106,6 @@ class RunLog:
         return any(point.section == "val" for point in self.points)
 
 
-@dataclass
-class _Record:
-    """The names and numbers of one record; `cut`: what it breaks off with, if it does."""
-
-    line: int
-    values: dict[str, Any]
-    cut: str | None = None
-
-
 def at(rates: Sequence[float | None], k: int) -> float | None:
     """The rate of position k, where it is known."""
     return rates[k] if k < len(rates) else None
@@ -159,7 +134,7 @@ def parse_run(text: str, name: str) -> RunLog:
     left_out: list[str] = []
     last_step: int | None = None
     ttt_steps: int | None = None  # as the training records before an evaluation say
-    for record in _records(text):
+    for record in records(text):
         point = _point(record, last_step, left_out)
         if point is None:
             continue
@@ -216,7 +191,7 @@ def _mean(rows: Sequence[Sequence[float | None]]) -> tuple[float | None, ...]:
     return tuple(sum(column) / len(column) if column else None for column in columns)
 
 
-def _point(record: _Record, last_step: int | None, left_out: list[str]) -> Point | None:
+def _point(record: Record, last_step: int | None, left_out: list[str]) -> Point | None:
     """The point of a record, or None where it is of something else; what of it is unusable goes to `left_out`."""
     rates: dict[str, dict[int, float]] = {"full_acc": {}, "cond_acc": {}, "acc": {}}
     section: str | None = None
@@ -270,178 +245,3 @@ def _rates(name: str, value: Any) -> Iterator[tuple[str, int, Any]]:
 
 def _row(found: Mapping[int, float]) -> tuple[float | None, ...]:
     return tuple(found.get(k) for k in range(max(found, default=-1) + 1))
-
-
-def _records(text: str) -> Iterator[_Record]:
-    """Everything in a text that may be a record, in order."""
-    lines = [FILE_COLUMN.sub("", COLOUR.sub("", line)) for line in text.split("\n")]
-    number, epochs = 0, _Epochs()
-    while number < len(lines):
-        line = lines[number]
-        if found := EPOCH.search(line):
-            if number + 1 == len(lines) and not line[found.end() :]:
-                yield from epochs.flush(cut=found[0])
-            else:
-                yield from epochs.add(number + 1, found)
-            number += 1
-            continue
-        begun = number
-        if opens := DICT.search(line):
-            whole, number, rest, closed = _dict_text(lines, number, opens.start())
-            record = _read_dict(whole, begun + 1, closed)
-            if found := STEP.search(line[: opens.start()]):
-                record.values.setdefault("step", int(found[1]))
-        elif PAIR.search(line):  # the end of a record whose beginning is not there
-            whole, number = _paragraph(lines, number, PAIR)
-            record, rest = _read_pairs(whole, begun + 1, cut=whole[:40]), ""
-        elif epochs.open and number + 1 == len(lines) and line:  # the log ends within a line
-            yield from epochs.flush(cut=line)
-            number += 1
-            continue
-        elif FLAT.search(line):
-            whole, number = _paragraph(lines, number, FLAT)
-            record, rest = _read_flat(whole, begun + 1, last=number == len(lines)), ""
-        else:
-            number += 1
-            continue
-        yield from epochs.flush()
-        yield record
-        if "{" in rest:
-            lines[number] = rest
-    yield from epochs.flush()
-
-
-class _Epochs:
-    """Collects the `position k, Acc:` lines of one epoch to one record."""
-
-    def __init__(self) -> None:
-        self._record: _Record | None = None
-
-    @property
-    def open(self) -> bool:
-        return self._record is not None
-
-    def add(self, line: int, found: re.Match[str]) -> Iterator[_Record]:
-        section, epoch = SECTIONS[found[1].lower()], int(found[2])
-        known = self._record.values if self._record else {}
-        if known.get("epoch") != epoch or f"{section}/acc_0" not in known:
-            yield from self.flush()
-            self._record = _Record(line, {"epoch": epoch})
-        assert self._record is not None
-        self._record.values[f"{section}/acc_{int(found[3])}"] = float(found[4])
-
-    def flush(self, cut: str | None = None) -> Iterator[_Record]:
-        record = self._record or (_Record(0, {"val/": None}) if cut else None)
-        if record:
-            record.cut, self._record = cut, None
-            yield record
-
-
-def _dict_text(lines: Sequence[str], number: int, start: int) -> tuple[str, int, str, bool]:
-    """The dict that opens at lines[number][start]: (its text without line breaks, the line to go on at, what of that
-    line is left, whether it closes). Bars between its lines are skipped; the beginning of another record ends it."""
-    parts: list[str] = []
-    depth, quote, skip = 0, "", False
-    for here in range(number, min(number + MAX_LINES, len(lines))):
-        line = lines[here][start:] if here == number else lines[here].strip()
-        if here > number and BAR.search(line):
-            continue
-        goes_on = quote or PAIR.match(line) or parts[-1:] == [""] or "".join(parts[-1:]).rstrip().endswith(":")
-        if here > number and BEGINS.match(lines[here]) and not goes_on:
-            return "".join(parts), here, "", False
-        for place, letter in enumerate(line):
-            if skip:
-                skip = False
-            elif quote:
-                skip, quote = letter == "\\", "" if letter == quote else quote
-            elif letter in "'\"":
-                quote = letter
-            elif letter in "{[":
-                depth += 1
-            elif letter in "}]":
-                depth -= 1
-                if depth == 0:
-                    rest = line[place + 1 :]
-                    return "".join([*parts, line[: place + 1]]), here if "{" in rest else here + 1, rest, True
-        parts.append(line)
-    return ("".join(parts), len(lines), "", False) if len(parts) < MAX_LINES else (parts[0], number + 1, "", False)
-
-
-def _paragraph(lines: Sequence[str], number: int, pairs: re.Pattern[str]) -> tuple[str, int]:
-    """A line and those after it that go on with it: indented or not, as long as they hold pairs and begin nothing."""
-    parts = [lines[number]]
-    while (
-        (number := number + 1) < len(lines)
-        and len(parts) < MAX_LINES
-        and "}" not in parts[-1]
-        and (pairs is PAIR or lines[number][:1].isspace())
-        and pairs.search(lines[number])
-        and "{" not in lines[number]
-        and not (pairs is FLAT and (EPOCH.search(lines[number]) or BEGINS.match(lines[number])))
-    ):
-        parts.append(lines[number].strip())
-    return ("" if pairs is PAIR else " ").join(parts), number
-
-
-def _read_dict(text: str, line: int, closed: bool) -> _Record:
-    """A dict in JSON's or Python's form; where it is neither, the pairs in it."""
-    for read in (json.loads, ast.literal_eval) if closed else ():
-        try:
-            found = read(text)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            return _Record(line, _flat(found))
-    return _read_pairs(text, line, cut=None if closed else text[-40:])
-
-
-def _flat(found: Mapping[Any, Any], before: str = "", depth: int = 0) -> dict[str, Any]:
-    """Nested names joined by a slash."""
-    flat: dict[str, Any] = {}
-    for key, value in found.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{before}{key}/", depth + 1) if depth < 8 else {}
-        else:
-            flat[f"{before}{key}"] = value
-    return flat
-
-
-def _read_pairs(text: str, line: int, cut: str | None) -> _Record:
-    """The pairs of a dict that is cut off or broken, and the section they stand in."""
-    values: dict[str, Any] = {}
-    opened = re.search(r"""['"](train|val|eval|test|validation)['"]\s*:""", text)
-    before = f"{opened[1]}/" if opened else ""
-    for found in LIST.finditer(text):
-        items = re.findall(NUMBER, found[2])
-        if items and text[found.end() :][:1] != "]" and found[0][-1] not in ", " and not _is_long(items[-1]):
-            items.pop()
-        values[_within(before, found[1])] = [float(item) for item in items]
-    for found in PAIR.finditer(text):
-        if found.end() == len(text) or text[found.end()] not in ",}]) \t":
-            cut = found[0]
-            if not _is_long(found[2]):
-                continue
-        values[_within(before, found[1])] = float(found[2])
-    if opened and not values:
-        values[before] = None  # its section is all that is left
-    return _Record(line, values, cut)
-
-
-def _within(before: str, name: str) -> str:
-    return name if "/" in name or name in ("epoch", "lr", "global_step", "step", "tokens", "seconds") else before + name
-
-
-def _read_flat(text: str, line: int, last: bool) -> _Record:
-    """A line of names and numbers; `last`: the log ends in it without a line's end, maybe within a number."""
-    values: dict[str, Any] = {}
-    cut = text[-40:].strip() if last or text.rstrip().endswith(",") else None
-    for found in FLAT.finditer(text):
-        if last and found.end() == len(text) and not _is_long(found[2]):
-            continue
-        values[found[1]] = float(found[2])
-    return _Record(line, values, cut)
-
-
-def _is_long(number: str) -> bool:
-    """Whether a number that is cut off is a share with enough digits to be taken as it stands."""
-    return number.startswith("0.") and len(number[2:].lstrip("0")) >= DIGITS and "e" not in number
