@@ -63,9 +63,16 @@ class Conversation:
         return json.dumps(row, ensure_ascii=False, separators=(",", ":"))
 
 
-def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations of a file, which may be gzipped. Raises ConversationError at the first bad line."""
+def read_conversations(path: Path, size: int | None = None) -> Iterator[Conversation]:
+    """Yield the conversations of a file, which may be gzipped; of its first `size` bytes alone where that is given.
+
+    Raises ConversationError at the first bad line.
+    """
+    read = 0
     for number, line in _lines(path):
+        read += len(line.encode())
+        if size is not None and read > size:
+            return
         yield parse_line(line, f"{path}:{number}", f"{path.stem}/{number}")
 
 

@@ -13,20 +13,11 @@ from typing import Any
 from tqdm import tqdm
 
 from drafter.arguments import key_headers, number, whole
-from drafter.data.generate import (
-    BYTES_A_TOKEN,
-    Endpoint,
-    GenerateError,
-    Outcome,
-    Plan,
-    Template,
-    Writer,
-    existing,
-    generate,
-    probe,
-)
+from drafter.data.asking import GIVE_UP_S, Endpoint, GenerateError
+from drafter.data.generate import BYTES_A_TOKEN, Outcome, Plan, Template, generate, probe
+from drafter.data.ledger import Ledger
 from drafter.data.overlap import bundled_overlap
-from drafter.data.prompts import load_prompts
+from drafter.data.prompts import StreamedPrompts
 
 GENERATE = """\
 examples:
@@ -38,7 +29,13 @@ Serve the target without a drafter for this, so that the data depend on none. Ru
 after an interruption. A prompt that finds no end is cut after its last whole sentence, an answer that loops before the
 loop. What is left out, and counted: prompts without a whole sentence, with placeholders, or of a benchmark; answers
 that are short, that loop from the first, or that hold a benchmark's text (8 words in a row).
+
+Made for hundreds of thousands of prompts: files are read a line at a time, --concurrency bounds the requests, and what
+is done is entered in OUT.ledger, so that kill -9 loses and doubles nothing. A busy or restarting engine is asked again
+after a pause that doubles up to a minute. --max-total-tokens and --max-gb are never passed.
 """
+
+GB = 1e9
 
 
 def add_generate(commands: Any) -> None:
@@ -76,6 +73,21 @@ def add_generate(commands: Any) -> None:
         help="for `evaluate`: greedy, N tokens past each answer's end",
     )
     add("--concurrency", type=whole(), default=64, metavar="N", help="conversations at a time (default: 64)")
+    add(
+        "--thinking",
+        choices=("default", "on", "off"),
+        default="default",
+        help="have the chat template turn thinking on or off (default: as the template has it)",
+    )
+    add("--max-total-tokens", type=whole(), metavar="N", help="never generate more than so many tokens in all")
+    add("--max-gb", type=number(above=True), metavar="GB", help="never let --out grow larger (10^9 bytes)")
+    add(
+        "--give-up-after",
+        type=number(),
+        default=GIVE_UP_S,
+        metavar="S",
+        help=f"seconds for which a request is asked again while nothing answers (default: {GIVE_UP_S:g})",
+    )
     add("--seed", type=int, default=0, metavar="N", help="another seed writes other conversations (default: 0)")
     add("--json", action="store_true", help="print the outcome as one JSON object on stdout, and nothing else there")
     command.set_defaults(run=run_generate)
@@ -84,13 +96,11 @@ def add_generate(commands: Any) -> None:
 def run_generate(args: argparse.Namespace) -> int:
     """Write the conversations. Raises GenerateError, KeyFileError, ConversationError or PromptError."""
     check_out(args.out)
-    prompts = load_prompts(args.prompts) if args.prompts else []
+    prompts = StreamedPrompts(args.prompts, args.count) if args.prompts else ()
     if args.prompts is None and args.past:
         raise GenerateError("--past is for the prompts of a set that is to be walked: name it with --prompts.")
     if not prompts and args.count is None:
         raise GenerateError("how many conversations? Give --count, or --prompts with a set to answer.")
-    if args.count is not None and prompts:
-        prompts = prompts[: args.count]
     temperatures = (0.0,) if args.past else args.temperatures
     plan = Plan(
         count=len(prompts) * len(temperatures) or args.count,
@@ -102,8 +112,11 @@ def run_generate(args: argparse.Namespace) -> int:
         past=args.past,
         concurrency=args.concurrency,
         seed=args.seed,
+        thinking=args.thinking,
+        token_cap=args.max_total_tokens,
+        byte_cap=None if args.max_gb is None else int(args.max_gb * GB),
     )
-    endpoint = Endpoint(args.url.rstrip("/"), args.model, key_headers(args.key_file))
+    endpoint = Endpoint(args.url.rstrip("/"), args.model, key_headers(args.key_file), args.give_up_after)
     outcome = asyncio.run(_generate(endpoint, plan, args.target, args.out))
     if args.json:
         print(json.dumps(outcome.__dict__))
@@ -111,8 +124,13 @@ def run_generate(args: argparse.Namespace) -> int:
         left_out = ", ".join(f"{count} × {reason}" for reason, count in sorted(outcome.rejected.items())) or "none"
         print(
             f"{args.out}: {outcome.there_before + outcome.written} conversations, {outcome.written} of them new, "
-            f"in {outcome.seconds:.0f} s ({outcome.tokens / max(outcome.seconds, 1e-9):.0f} answer tokens/s). "
-            f"Left out: {left_out}."
+            f"in {outcome.seconds:.0f} s ({outcome.tokens / max(outcome.seconds, 1e-9):.0f} answer tokens/s); "
+            f"{outcome.tokens_in_all:,} tokens and {outcome.bytes / 1e6:.1f} MB in all, {outcome.retries} requests "
+            f"asked again. Left out: {left_out}."
+        )
+    if outcome.stopped_by:
+        raise GenerateError(
+            f"stopped before it would pass {outcome.stopped_by}: raise the cap and run the same command to go on."
         )
     short = plan.count - outcome.there_before - outcome.written
     if short > 0 and not prompts:
@@ -124,8 +142,10 @@ def run_generate(args: argparse.Namespace) -> int:
 
 async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> Outcome:
     template, overlap = Template.of_folder(target, not plan.prompts), bundled_overlap()
-    there = len(existing(out))
-    left = max(plan.count - there, 0)
+    with Ledger(out) as ledger:
+        answers, there = len(plan.temperatures), ledger.kept
+        done = sum(ledger.is_done(prompt.id, answers) for prompt in plan.prompts) * answers if plan.prompts else there
+    left = max(plan.count - done, 0)
     if left:
         rate = await probe(endpoint, min(plan.concurrency, left))
         most = left * (plan.max_tokens + plan.past)
@@ -136,8 +156,9 @@ async def _generate(endpoint: Endpoint, plan: Plan, target: Path, out: Path) -> 
         )
     with tqdm(total=plan.count, initial=there, unit="conv", file=sys.stderr, disable=None, mininterval=1.0) as bar:
 
-        def progress(kept: int, writer: Writer) -> None:
-            bar.set_postfix_str(f"{writer.tokens:,} tokens, {writer.rejected.total()} left out", refresh=False)
+        def progress(kept: int, ledger: Ledger) -> None:
+            size = f"{ledger.tokens:,} tokens, {ledger.bytes / 1e6:.1f} MB"
+            bar.set_postfix_str(f"{size}, {ledger.rejected.total()} left out", refresh=False)
             bar.update(kept)
 
         return await generate(endpoint, template, plan, overlap, out, progress)

@@ -6,16 +6,18 @@ packages are never imported.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import gzip
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 
@@ -31,6 +33,13 @@ class Prompt:
     id: str
     category: str
     messages: tuple[Message, ...]
+
+
+class PromptSource(Protocol):
+    """Prompts that can be gone through again, without being held all at once."""
+
+    def __iter__(self) -> Iterator[Prompt]: ...
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -80,22 +89,34 @@ def load_prompts(names: str, limit: int | None = None) -> list[Prompt]:
     """
     if limit is not None and limit < 1:
         raise PromptError(f"the limit is {limit}, expected 1 or more prompts of each set.")
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if not wanted:
-        raise PromptError(f"no prompt set is named: give one or more of {', '.join(BUNDLED)}, or files.")
     prompts: list[Prompt] = []
     origin: dict[str, str] = {}
-    for name in wanted:
-        chosen = _spread(_read_set(name), limit)
+    for name in _names(names):
+        chosen = _spread(list(_iterate_set(name)), limit)
         for prompt in chosen:
-            if prompt.id in origin:
-                raise PromptError(
-                    f"prompt id {prompt.id!r} is in {origin[prompt.id]} and again in {name}: ids must be unique, "
-                    "name each set once."
-                )
-            origin[prompt.id] = name
+            _check_new(prompt, name, origin)
         prompts.extend(chosen)
     return prompts
+
+
+class StreamedPrompts:
+    """The same sets as `load_prompts`, read as they are gone through: a line is held at a time, and all ids once."""
+
+    def __init__(self, names: str, limit: int | None = None) -> None:
+        """Goes through all of them once, to check and count them. Raises PromptError."""
+        self._names = _names(names)
+        origin: dict[str, str] = {}
+        for name in self._names:
+            for prompt in _iterate_set(name):
+                _check_new(prompt, name, origin)
+        self._count = len(origin) if limit is None else min(limit, len(origin))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Prompt]:
+        everything = (prompt for name in self._names for prompt in _iterate_set(name))
+        return itertools.islice(everything, self._count)
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:
@@ -107,15 +128,31 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _read_set(name: str) -> list[Prompt]:
+def _names(names: str) -> list[str]:
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise PromptError(f"no prompt set is named: give one or more of {', '.join(BUNDLED)}, or files.")
+    return wanted
+
+
+def _check_new(prompt: Prompt, name: str, origin: dict[str, str]) -> None:
+    if prompt.id in origin:
+        raise PromptError(
+            f"prompt id {prompt.id!r} is in {origin[prompt.id]} and again in {name}: ids must be unique, "
+            "name each set once."
+        )
+    origin[prompt.id] = name
+
+
+def _iterate_set(name: str) -> Iterator[Prompt]:
     if name in BUNDLED:
-        return _read_bundled(name, BUNDLED[name])
+        return iter(_read_bundled(name, BUNDLED[name]))
     path = Path(name).expanduser()
     if not path.exists():
         guess = difflib.get_close_matches(name, BUNDLED, n=1)
         hint = f"did you mean {guess[0]!r}?" if guess else f"bundled sets are {', '.join(BUNDLED)}."
         raise PromptError(f"prompt set {name!r} is neither bundled nor a file: {hint}")
-    return _read_file(path)
+    return _iterate_file(path)
 
 
 def _read_bundled(name: str, source: _Bundled) -> list[Prompt]:
@@ -138,8 +175,7 @@ def _read_bundled(name: str, source: _Bundled) -> list[Prompt]:
     return prompts
 
 
-def _read_file(path: Path) -> list[Prompt]:
-    prompts: list[Prompt] = []
+def _iterate_file(path: Path) -> Iterator[Prompt]:
     lines: dict[str, int] = {}
     for number, row in _json_lines(path, f"prompt file {path}", "see `--help` for the two forms of a line."):
         prompt = _parse_line(row, path.stem, f"prompt file {path}, line {number}", number)
@@ -149,21 +185,13 @@ def _read_file(path: Path) -> list[Prompt]:
                 "ids must be unique."
             )
         lines[prompt.id] = number
-        prompts.append(prompt)
-    return prompts
+        yield prompt
 
 
 def _json_lines(path: Path, what: str, fix: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (line number from 1, object) of every line that is not blank. Raises PromptError where none is."""
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error) as error:
-        raise PromptError(f"{what} cannot be read ({error}): {fix}") from None
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{what} is not UTF-8 (byte {error.start}): {fix}") from None
     empty = True
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_text_lines(path, what, fix), start=1):
         if not line.strip():
             continue
         empty = False
@@ -179,6 +207,21 @@ def _json_lines(path: Path, what: str, fix: str) -> Iterator[tuple[int, Mapping[
         yield number, row
     if empty:
         raise PromptError(f"{what} is empty: {fix}")
+
+
+def _text_lines(path: Path, what: str, fix: str) -> Iterator[str]:
+    """The lines of a file, which may be gzipped, one held at a time. Raises PromptError."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    before = 0
+    try:
+        with opened(path, "rb") as stream:
+            for raw in stream:
+                yield raw.removeprefix(codecs.BOM_UTF8 if not before else b"").decode()
+                before += len(raw)
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{what} is not UTF-8 (byte {before + error.start}): {fix}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise PromptError(f"{what} cannot be read ({error}): {fix}") from None
 
 
 def _parse_line(row: Mapping[str, Any], stem: str, where: str, number: int) -> Prompt:

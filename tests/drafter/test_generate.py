@@ -290,11 +290,21 @@ def test_an_endpoint_without_ids_is_refused(
     assert "sent no token ids" in capsys.readouterr().err
 
 
-def test_an_endpoint_that_is_not_there(
-    endpoint: FakeEndpoint, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("drafter.data.generate.ATTEMPTS", 1)
-    args = ["--url", "http://127.0.0.1:9", "--model", "m", "--target", "x", "--out", str(out), "--count", "1"]
+def test_an_endpoint_that_is_not_there(endpoint: FakeEndpoint, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
+        "--give-up-after",
+        "0",
+        "--url",
+        "http://127.0.0.1:9",
+        "--model",
+        "m",
+        "--target",
+        "x",
+        "--out",
+        str(out),
+        "--count",
+        "1",
+    ]
     assert main(["generate", *args]) == 1
     assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
 
