@@ -12,6 +12,7 @@ from drafter.checkpoint.folder_cli import add_preflight
 from drafter.checkpoint.remap_cli import add_remap
 from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
+from drafter.data.transcript_cli import add_tokenize
 from drafter.speedup_cli import add_speedup
 from drafter.training.cli import add_evaluate, add_train
 from drafter.verdict_cli import add_verdict
@@ -19,6 +20,7 @@ from drafter.verdict_cli import add_verdict
 STEPS = """\
 the steps, each resumable by running the same command again:
   generate   the target writes prompts and answers them
+  tokenize   or chats that you have, as the ids that its engine would see
   vocab      which tokens the drafter may propose, counted in those answers
   capture    an engine reads them, and writes down what it would feed a drafter
   train      the drafter learns to go on as the target does
@@ -47,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add in (add_generate, add_vocab, add_capture, add_train, add_verdict, add_evaluate, add_speedup):
+    for add in (add_generate, add_tokenize, add_vocab, add_capture, add_train, add_verdict, add_evaluate, add_speedup):
         add(commands)
     for add in (add_inspect, add_preflight, add_diff, add_remap, add_convert):
         add(commands)

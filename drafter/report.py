@@ -17,10 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from drafter.recount import recount
 from drafter.schema import FORMAT, Report, ReportError, check_schema
@@ -40,6 +41,7 @@ __all__ = [
     "now",
     "provenance",
     "read_report",
+    "replaced",
     "to_json",
     "write_report",
     "write_text",
@@ -48,12 +50,19 @@ __all__ = [
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all: a temporary file beside it, synced, then renamed over it."""
+    with replaced(path) as stream:
+        stream.write(text)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[TextIO]:
+    """The same for a text that is written bit by bit; an error leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         temporary.chmod(0o644)

@@ -69,7 +69,7 @@ def read_conversations(path: Path, size: int | None = None) -> Iterator[Conversa
     Raises ConversationError at the first bad line.
     """
     read = 0
-    for number, line in _lines(path):
+    for number, line in text_lines(path):
         read += len(line.encode())
         if size is not None and read > size:
             return
@@ -119,7 +119,8 @@ def parse_line(line: str, where: str, default_id: str) -> Conversation:
     return Conversation(str(row.get("id", default_id)), messages, ids["input_ids"], ids["output_ids"], meta, where)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line that is not blank. Raises ConversationError."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as stream:
