@@ -129,9 +129,12 @@ def run_generate(args: argparse.Namespace) -> int:
             f"asked again. Left out: {left_out}."
         )
     if outcome.stopped_by:
-        raise GenerateError(
-            f"stopped before it would pass {outcome.stopped_by}: raise the cap and run the same command to go on."
+        print(
+            f"generate: stopped before it would pass {outcome.stopped_by}, as asked; raise the cap and run the same "
+            "command to go on.",
+            file=sys.stderr,
         )
+        return 0
     short = plan.count - outcome.there_before - outcome.written
     if short > 0 and not prompts:
         raise GenerateError(

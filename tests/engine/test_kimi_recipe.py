@@ -1,4 +1,4 @@
-"""The Kimi recipe, the very script, on the tiny Kimi: its drafter to an own vocabulary, captured under two processes."""
+"""The Kimi recipe, the very script, on the tiny Kimi: its drafter moved to another vocabulary, captured under tp 2."""
 
 from __future__ import annotations
 
