@@ -34,7 +34,7 @@ VOCAB=${VOCAB:-32000}
 INIT=${INIT:-scaled}              # how rows of tokens that the K2 drafter cannot say are made; remap recommends one
 PROBED=${PROBED:-64}              # training prompts on which the K2 drafter is served, to compare with its walk
 NPROC=${NPROC:-8}                 # training processes, one for each GPU
-TRAIN=${TRAIN:---epochs 1 --batch-tokens 65536 --eval-every 200}  # both drafters see the same tokens
+TRAIN=${TRAIN:---epochs 1 --batch-tokens 65536 --accumulate 2 --eval-every 200 --device cuda}  # the same for both
 FINETUNE=${FINETUNE:-} SCRATCH=${SCRATCH:-}                       # and what is for one of them alone
 POLICY=${POLICY:-deploy/recipes/kimi_k25/policy.toml}
 
