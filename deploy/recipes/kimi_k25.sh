@@ -89,7 +89,8 @@ train() {
     launch=("$PY" -m drafter)
     [[ $NPROC -eq 1 ]] || launch=("$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m drafter)
     # shellcheck disable=SC2086 (TRAIN is words)
-    "${launch[@]}" train --shards "$WORK/shards-train" --shards "$WORK/shards-probed" --target "$TARGET" --out "$WORK/$1" --name "$1" $TRAIN "${@:2}"
+    "${launch[@]}" train --shards "$WORK/shards-train" --shards "$WORK/shards-probed" --target "$TARGET" \
+      --out "$WORK/$1" --name "$1" $TRAIN "${@:2}"
   }
 }
 # shellcheck disable=SC2086 (so are these)
