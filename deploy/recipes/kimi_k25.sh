@@ -49,12 +49,13 @@ once() {  # each step that has ended leaves a mark, so that no engine is started
 bench() { "$PY" bench/accept_len.py --profile "$SERVE" --num-steps "$STEPS" --thinking "$THINKING" "$@"; }
 
 step "1. The target answers: prompts to learn from; a few of them, and those to measure on, with tokens past each answer"
+[[ -e $WORK/few.jsonl ]] || head -n "$PROBED" "$PROMPTS" >"$WORK/few.jsonl"
 answers() {  # URL KEY_FILE
   ask=("$PY" -m drafter generate --url "$1" --key-file "$2" --model "$name" --target "$TARGET" --thinking "$THINKING"
     --concurrency "$AT_ONCE")
   "${ask[@]}" --prompts "$PROMPTS" --count "$COUNT" --max-tokens "$TOKENS" --max-total-tokens "$MAX_TOKENS" \
     --out "$WORK/train.jsonl"
-  "${ask[@]}" --prompts "$PROMPTS" --count "$PROBED" --max-tokens "$TOKENS" --past 8 --out "$WORK/probed.jsonl"
+  "${ask[@]}" --prompts "$WORK/few.jsonl" --max-tokens "$TOKENS" --past 8 --out "$WORK/probed.jsonl"
   "${ask[@]}" --prompts "$HELD_OUT" --count "$HELD_COUNT" --max-tokens "$HELD_TOKENS" --past 8 --out "$WORK/held.jsonl"
 }
 once wrote engine --profile "$GENERATE" --drafter none -- bash -euc 'answers "$@"' - '{url}' '{key_file}'
@@ -71,7 +72,7 @@ once captured engine --profile "$CAPTURE" --capture "$WORK/spool" -- bash -euc '
 step "3. What the K2 drafter accepts as it is, on the few"
 # Before the first step of training it is walked over the shards of these very answers: where that is not what it reached
 # when it was served, training does not see what serving sees (layer ids, norms, positions, map), and nothing is trained.
-once served-k2 bench --drafter "$K2" --baseline "$K2" --prompts "$PROMPTS" --limit "$PROBED" --max-tokens "$TOKENS" \
+once served-k2 bench --drafter "$K2" --baseline "$K2" --prompts "$WORK/few.jsonl" --max-tokens "$TOKENS" \
   --out "$WORK/served-k2"
 
 step "4. Which tokens may be drafted, and how that differs from what the K2 drafter can say"
