@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,9 @@ asked.jsonl and held.jsonl (prompts to learn from, and to measure on). Every ste
 same command goes on where it was stopped.
 
 acceptance_length is walked, over the held-out prompts' greedy answers, as an engine would count it, and pooled over
-seeds; the interval is of the prompts. The drafters of the first seed are served by the engine too, and the furthest
-that any lies from its walk is told. One arm is ahead of the other where every seed of it is.
+seeds; the interval is of the prompts. The drafters that are not trained, and of the first seed those of the largest
+budget, are served by the engine too, and the furthest that any lies from its walk is told. One
+arm is ahead of the other where every seed of it is.
 Each training run has its own budget, its learning rate falling within it: a point is no stop of a longer run.
 
 exit codes: 0 fine, 1 a command failed, 2 usage, 130 interrupted
@@ -76,6 +78,7 @@ class Plan:
     num_steps: int = 3
     batch_tokens: int = 600
     init: str = "scaled"
+    every_init: bool = True
     tuned: tuple[str, ...] = ()
     scratch: tuple[str, ...] = ()
 
@@ -105,11 +108,13 @@ class Experiment:
 
     def run(self) -> dict[str, Any]:
         """Everything, and the report."""
+        plan = self.plan
         self.out.mkdir(parents=True, exist_ok=True)
         self.data()
         arms = [*self.untrained(), *self.trained()]
         walks = [self.walk(arm) for arm in arms]
-        served = self.serve([arm for arm in arms if arm.seed == 0])
+        last = plan.budgets[-1]
+        served = self.serve([arm for arm in arms if arm.seed == 0 and arm.budget in (0, last)])
         return self.report(arms, walks, served)
 
     def data(self) -> None:
@@ -117,12 +122,15 @@ class Experiment:
         plan, out = self.plan, self.out
         sets: tuple[tuple[str, str, int, list[str]], ...]
         sets = (("train", "asked", plan.count, []), ("held", "held", plan.held, ["--past", str(plan.num_steps + 5)]))
+        ask, read = [], []
         for name, asked, count, more in sets:
-            ask = ["generate", "--model", self.served_name, "--target", self.target, "--max-tokens", plan.tokens]
-            ask += ["--prompts", plan.moved / f"{asked}.jsonl", "--count", count, "--concurrency", 16, *more]
-            self._once(f"wrote-{name}", self._engine(["--drafter", "none"], [*ask, "--out", out / f"{name}.jsonl"]))
-            read = ["capture", out / f"{name}.jsonl", "--dir", out / "spool", "--out", out / f"shards-{name}"]
-            self._once(f"captured-{name}", self._engine(["--capture", out / "spool"], read))
+            words = ["--model", self.served_name, "--target", self.target, "--max-tokens", plan.tokens, *more]
+            words += ["--prompts", plan.moved / f"{asked}.jsonl", "--count", count, "--concurrency", 16]
+            ask.append(self._verb("generate", *words, "--out", out / f"{name}.jsonl"))
+            words = [out / f"{name}.jsonl", "--dir", out / "spool", "--out", out / f"shards-{name}"]
+            read.append(self._verb("capture", *words))
+        self._once("wrote", self._engine(["--drafter", "none"], ask))
+        self._once("captured", self._engine(["--capture", out / "spool"], read))
         size = plan.vocab or len(read_map(self.old).target_ids)
         self._once(
             "vocabulary",
@@ -134,8 +142,8 @@ class Experiment:
 
     def untrained(self) -> list[Arm]:
         """The old drafter as it is, and moved to the new vocabulary by each init."""
-        arms = [Arm(AS_IS, self.old)]
-        for init in INITS:
+        plan, arms = self.plan, [Arm(AS_IS, self.old)]
+        for init in INITS if plan.every_init else (plan.init,):
             folder = self.out / f"remapped-{init}"
             if not folder.exists():
                 move = self._verb("remap", self.old, "--vocab", self.vocab, "--verifier", self.target)
@@ -260,10 +268,11 @@ class Experiment:
     def _verb(self, verb: str, *words: Any) -> list[Any]:
         return [sys.executable, "-m", "drafter", verb, *words]
 
-    def _engine(self, how: Sequence[Any], words: Sequence[Any]) -> list[Any]:
-        """A verb that talks to an engine, and the engine for as long as it runs."""
+    def _engine(self, how: Sequence[Any], verbs: Sequence[Sequence[Any]]) -> list[Any]:
+        """Verbs that talk to an engine, one after the other, and the engine for as long as they run."""
         start = [sys.executable, "-m", "server", "engine", "--profile", self.profile_file, *how, "--"]
-        return [*start, *self._verb(words[0], *words[1:], "--url", "{url}", "--key-file", "{key_file}")]
+        lines = [" ".join([shlex.join(map(str, verb)), "--url {url} --key-file {key_file}"]) for verb in verbs]
+        return [*start, "sh", "-euc", " && ".join(lines)]
 
     def _once(self, mark: str, words: Iterable[Any]) -> None:
         done = self.out / f".{mark}"
@@ -364,7 +373,7 @@ def parser() -> argparse.ArgumentParser:
     add("--init", choices=INITS, default="scaled", help="of the drafter that is trained on (default: scaled)")
     add("--tuned", default="", metavar="WORDS", help="more arguments of `train` for the reused drafter")
     add("--scratch", default="", metavar="WORDS", help="and for the new one")
-    add("--quick", action="store_true", help="two small budgets, one seed, 80 prompts: to see that it runs")
+    add("--quick", action="store_true", help="two small budgets, one seed and init, 80 prompts: to see that it runs")
     add("--json", action="store_true", help="print the report as one JSON object on stdout, and nothing else there")
     return top
 
@@ -382,6 +391,7 @@ def main(argv: list[str] | None = None) -> int:
         tokens=64,
         vocab=None,
         init=args.init,
+        every_init=not args.quick,
         tuned=tuple(args.tuned.split()),
         scratch=tuple(args.scratch.split()),
     )

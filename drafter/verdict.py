@@ -136,7 +136,13 @@ def _decide(
             f"{axis} {lost[-1].place:,g}, and the gap is not closing (it was {lost[0].baseline - lost[0].run:.2f} at "
             f"{axis} {lost[0].place:,g})"
         )
-    if _is_broken(last) or fallen or lost or (behind and settled):
+    barren = settled and last.survival[0] < LEARNT
+    if barren:
+        reasons.append(
+            f"it has settled at {values[-1]:.2f} with a first position that is right {last.survival[0]:.1%} of the "
+            "time: it has learnt nothing"
+        )
+    if _is_broken(last) or fallen or lost or barren or (behind and settled):
         return STOP, reasons
     sound = last.flatness is None or last.flatness >= HEALTHY
     if goal is not None and not behind and sound:

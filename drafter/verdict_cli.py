@@ -34,7 +34,8 @@ an engine counts. What of a log could not be read is told. Flatness is cond_acc_
 foreign initialisation or a faulty roll-out before too little training.
 
 stop: the roll-out is broken, or the loss not finite, or the gap to the baseline does not close, or it has settled under
-the baseline, or it has fallen. promote (to the bench): as good as the baseline, or settled where there is none.
+the baseline or without having learnt, or it has fallen.
+promote (to the bench): as good as the baseline, or settled where there is none.
 
 exit codes: 0 promote, 3 continue, 4 stop, 1 a log that cannot be judged, 2 usage, 130 interrupted
 """

@@ -34,7 +34,7 @@ VOCAB=${VOCAB:-32000}
 INIT=${INIT:-scaled}              # how rows of tokens that the K2 drafter cannot say are made; remap recommends one
 PROBED=${PROBED:-64}              # training prompts on which the K2 drafter is served, to compare with its walk
 NPROC=${NPROC:-8}                 # training processes, one for each GPU
-TRAIN=${TRAIN:---epochs 1 --batch-tokens 65536 --eval-every 200}  # both drafters see the same tokens
+TRAIN=${TRAIN:---epochs 1 --batch-tokens 65536 --accumulate 2 --eval-every 200 --device cuda}  # the same for both
 FINETUNE=${FINETUNE:-} SCRATCH=${SCRATCH:-}                       # and what is for one of them alone
 POLICY=${POLICY:-deploy/recipes/kimi_k25/policy.toml}
 
@@ -48,29 +48,31 @@ once() {  # each step that has ended leaves a mark, so that no engine is started
 }
 bench() { "$PY" bench/accept_len.py --profile "$SERVE" --num-steps "$STEPS" --thinking "$THINKING" "$@"; }
 
-step "1. The target answers: $COUNT prompts to learn from, and those to measure on with some tokens past each answer"
+step "1. The target answers: prompts to learn from; a few of them, and those to measure on, with tokens past each answer"
+[[ -e $WORK/few.jsonl ]] || head -n "$PROBED" "$PROMPTS" >"$WORK/few.jsonl"
 answers() {  # URL KEY_FILE
   ask=("$PY" -m drafter generate --url "$1" --key-file "$2" --model "$name" --target "$TARGET" --thinking "$THINKING"
     --concurrency "$AT_ONCE")
   "${ask[@]}" --prompts "$PROMPTS" --count "$COUNT" --max-tokens "$TOKENS" --max-total-tokens "$MAX_TOKENS" \
     --out "$WORK/train.jsonl"
+  "${ask[@]}" --prompts "$WORK/few.jsonl" --max-tokens "$TOKENS" --past 8 --out "$WORK/probed.jsonl"
   "${ask[@]}" --prompts "$HELD_OUT" --count "$HELD_COUNT" --max-tokens "$HELD_TOKENS" --past 8 --out "$WORK/held.jsonl"
 }
 once wrote engine --profile "$GENERATE" --drafter none -- bash -euc 'answers "$@"' - '{url}' '{key_file}'
 
 step "2. An engine reads the answers, and writes down what it would feed a drafter"
 features() {  # URL KEY_FILE
-  for set in train held; do
+  for set in train probed held; do
     "$PY" -m drafter capture "$WORK/$set.jsonl" --url "$1" --key-file "$2" --target "$TARGET" --dir "$WORK/spool" \
       --out "$WORK/shards-$set" --max-gb "$MAX_GB"
   done
 }
 once captured engine --profile "$CAPTURE" --capture "$WORK/spool" -- bash -euc 'features "$@"' - '{url}' '{key_file}'
 
-step "3. What the K2 drafter accepts as it is, on prompts whose answers are among the shards"
-# Before the first step of training its walk over the shards is held against this report: where they disagree, training
-# does not see what serving sees (layer ids, norms, positions, map), and nothing is trained.
-once served-k2 bench --drafter "$K2" --baseline "$K2" --prompts "$PROMPTS" --limit "$PROBED" --max-tokens "$TOKENS" \
+step "3. What the K2 drafter accepts as it is, on the few"
+# Before the first step of training it is walked over the shards of these very answers: where that is not what it reached
+# when it was served, training does not see what serving sees (layer ids, norms, positions, map), and nothing is trained.
+once served-k2 bench --drafter "$K2" --baseline "$K2" --prompts "$WORK/few.jsonl" --max-tokens "$TOKENS" \
   --out "$WORK/served-k2"
 
 step "4. Which tokens may be drafted, and how that differs from what the K2 drafter can say"
@@ -88,7 +90,8 @@ train() {
     launch=("$PY" -m drafter)
     [[ $NPROC -eq 1 ]] || launch=("$PY" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m drafter)
     # shellcheck disable=SC2086 (TRAIN is words)
-    "${launch[@]}" train --shards "$WORK/shards-train" --target "$TARGET" --out "$WORK/$1" --name "$1" $TRAIN "${@:2}"
+    "${launch[@]}" train --shards "$WORK/shards-train" --shards "$WORK/shards-probed" --target "$TARGET" \
+      --out "$WORK/$1" --name "$1" $TRAIN "${@:2}"
   }
 }
 # shellcheck disable=SC2086 (so are these)

@@ -235,6 +235,8 @@ class Writer:
                 output_ids = list(worth_learning(output_ids, text, self._overlap))
             except Rejected as reason:
                 return _Answer(None, tokens, reason)
+        elif length < 2:
+            return _Answer(None, tokens, Rejected("answer of one token, in which nothing is drafted"))
         meta: dict[str, Any] = {"temperature": temperature}
         meta |= {"past": len(output_ids) - length} if plan.past else {}
         meta |= {"thinking": plan.thinking} if plan.thinking != "default" else {}

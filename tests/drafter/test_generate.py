@@ -174,6 +174,16 @@ def test_for_a_walk_the_answer_goes_on_past_its_end(endpoint: FakeEndpoint, out:
     assert all(body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 38 for body in bodies)
 
 
+def test_an_answer_in_which_nothing_is_drafted_cannot_be_walked(
+    endpoint: FakeEndpoint, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.cues.answer = lambda body: [END] * 40 if "silent" in str(body["messages"]) else [100, END, *ANSWER]
+    named = prompts_file(tmp_path, "one that is silent", "one that speaks")
+    assert run(endpoint, out, "--prompts", named, "--past", "6") == 0
+    assert [list(found.answer_ids) for found in read_with_ids(out)] == [[100, END]]
+    assert "1 × answer of one token" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [([9, 9, END, 9, 9, 9], 3), ([9, 9, 9, 9, 9, 9], 4), ([9, 9, 9, END, 9], 4), ([9, 9, 9, 9, END], 4)],

@@ -62,6 +62,7 @@ def test_the_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (RISING, [(step, [0.75 - 0.1 / n] * 3) for n, (step, _) in enumerate(RISING, 1)], 3, "still moving"),
         ([*SETTLED, *((900 + n, (0.3, 0.3, 0.3)) for n in range(1, 5))], None, 4, "it has fallen from 2.18"),
         (shifted(SETTLED, 0.1), [(50, (0.9, 0.9, 0.9))], 4, "the baseline reaches 3.44"),
+        ([(100 * n, (0.01, 0.01, 0.01)) for n in range(6)], None, 4, "it has learnt nothing"),
         ([(100, (0.5, 0.1, 0.1))], None, 4, "flatness 0.20"),
         ([(0, (0.5, 0.1, 0.1))], None, 3, "one evaluation is no curve"),
         ([(100, (0.05, 0.001, 0.001))], None, 3, "one evaluation is no curve"),

@@ -52,7 +52,7 @@ def test_the_recipe(engines: EnginePool, tiny: Callable[[str], TinyPair], tmp_pa
         "AT_ONCE": "16",
         "PROBED": "24",
         "VOCAB": "200",
-        "NPROC": "1",
+        "NPROC": "2",
         "TRAIN": BUDGET,
         "SCRATCH": "--lr 1e-2",
     }
