@@ -173,12 +173,6 @@ OTHER_FLAGS = (
     "--decode-log-interval",
     "--json-model-override-args",
 )
-    "--node-rank",
-    "--dist-init-addr",
-    "--sleep-on-idle",
-    "--decode-log-interval",
-    "--json-model-override-args",
-)
 
 
 def needs() -> tuple[Need, ...]:
