@@ -166,7 +166,13 @@ METRICS = tuple(
 )
 FAKES = (Need("srt/environ.py", "SGLANG_SIMULATE_ACC_LEN", "the cost of a step; removed elsewhere", text=True),)
 # Flags of the command that no table of server/ names.
-OTHER_FLAGS = ("--node-rank", "--dist-init-addr", "--sleep-on-idle", "--decode-log-interval")
+OTHER_FLAGS = (
+    "--node-rank",
+    "--dist-init-addr",
+    "--sleep-on-idle",
+    "--decode-log-interval",
+    "--json-model-override-args",
+)
 
 
 def needs() -> tuple[Need, ...]:

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import PurePath
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 PROBE_S = 2.0
 PROBE_TIMEOUT_S = 5.0
 RESOLVE_S = 10.0
+UNKNOWN = "unknown"  # the drafter of an engine that neither the profile nor the engine itself has named
 DOWN_AFTER = 3  # probes in a row without an answer
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -38,6 +40,7 @@ class RemoteArm:
         self.arms = arms
         self.pattern = arm
         self.fixed_capacity = arm.capacity is not None
+        self.unnamed_drafter = arm.drafter == UNKNOWN
         self.resolve = resolve
         self.members = {arm.url: arm}
         self.failures: dict[str, int] = {}
@@ -102,6 +105,8 @@ class RemoteArm:
             return f"the engine serves {served!r}, not {arm.served_name!r}"
         if not self.fixed_capacity:
             arm.capacity = capacity_of(found)
+        if self.unnamed_drafter and served is not None:
+            arm.drafter = drafter_of(found)
         return ""
 
     def _note(self, arm: Arm, problem: str) -> None:
@@ -143,6 +148,12 @@ def capacity_of(info: dict[str, object]) -> int | None:
     if type(each) is not int or each < 1:
         return None
     return each * (dp if type(dp) is int and dp > 0 else 1)
+
+
+def drafter_of(info: dict[str, object]) -> str:
+    """The drafter by /server_info: its folder's name, or the algorithm of one without weights, or none."""
+    path = info.get("speculative_draft_model_path")
+    return PurePath(path).name if isinstance(path, str) else str(info.get("speculative_algorithm") or "none").lower()
 
 
 def _is_address(host: str) -> bool:

@@ -25,7 +25,7 @@ from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_pr
 from server.engine import Engine, loopback_of, port_obstacle, vocab_size_of
 from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
-from server.health import RemoteArm
+from server.health import UNKNOWN, RemoteArm
 from server.keep import record_file
 from server.launch import ALONE, ActiveDrafter, Node, ngram_obstacle, resolve_drafter
 from server.local import LocalArm
@@ -279,7 +279,7 @@ class _Service:
             keys.api,
             keys.admin,
             self.profile.target.served_name,
-            table.drafter or "unknown",
+            table.drafter or UNKNOWN,
             vocab_size=vocab_size_of(self.profile),
             capacity=table.max_running_requests,
             weight=table.weight,

@@ -12,6 +12,7 @@ from server.metrics import Metrics
 from tests.deploy.tools import REPO, run
 
 RULES = sorted((REPO / "deploy/prometheus/rules").glob("*.yml"))
+RULE_TESTS = sorted((REPO / "deploy/prometheus").glob("*_test.yml"))
 DASHBOARD = REPO / "deploy/grafana/dashboards/eyas.json"
 
 
@@ -28,12 +29,12 @@ def test_promtool_accepts_the_configuration():
 
 
 def test_each_alert_fires_on_its_fault_and_not_without_it():
-    run("promtool", "test", "rules", "deploy/prometheus/rules_test.yml")
+    run("promtool", "test", "rules", *RULE_TESTS)
 
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_each_alert_is_tested_and_has_a_runbook(name):
-    tests = yaml.safe_load((REPO / "deploy/prometheus/rules_test.yml").read_text())["tests"]
+    tests = [test for file in RULE_TESTS for test in yaml.safe_load(file.read_text())["tests"]]
     expected = [case["exp_alerts"] for test in tests for case in test["alert_rule_test"] if case["alertname"] == name]
     assert any(expected), f"no test sees {name} fire"
     rule = ALERTS[name]

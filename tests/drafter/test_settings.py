@@ -48,3 +48,8 @@ def test_log_levels():
     assert read_settings({"EYAS_LOG": "DEBUG"}).log == "debug"
     with pytest.raises(ValueError, match=r"EYAS_LOG is 'loud', expected one of debug, info, warning, error"):
         read_settings({"EYAS_LOG": "loud"})
+
+
+def test_systemds_socket_is_read_with_the_rest():
+    assert read_settings({"HOME": "/h", "NOTIFY_SOCKET": "@x"}).notify_socket == "@x"
+    assert read_settings({"HOME": "/h", "NOTIFY_SOCKET": ""}).notify_socket is None

@@ -14,6 +14,7 @@ import pytest
 from server.cli import main
 from server.engine import free_port
 from server.enginekeys import KeyFileError, read_keys, write_new_keys
+from server.health import drafter_of
 from tests.server.fake_engine import wait_until
 from tests.server.test_engine import PROFILE
 from tests.server.test_serve import Served
@@ -131,3 +132,15 @@ def test_a_systemd_that_has_gone_is_told(home, tmp_path):
     environment = {**os.environ, "NOTIFY_SOCKET": str(tmp_path / "nobody")}
     shown = subprocess.run(argv, cwd=REPO, env=environment, capture_output=True, text=True)
     assert (shown.returncode == 1 and "OSError" in shown.stderr) or "FileNotFoundError" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "drafter"),
+    [
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/d/little-eagle"}, "little-eagle"),
+        ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}, "ngram"),
+        ({"speculative_algorithm": None}, "none"),
+    ],
+)
+def test_an_engine_says_what_drafts(said, drafter):
+    assert drafter_of(said) == drafter

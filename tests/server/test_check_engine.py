@@ -14,7 +14,7 @@ import pytest
 from server import check_engine
 from server.cli import main
 from server.config import load_profile
-from server.launch import build_launch, resolve_drafter
+from server.launch import Node, build_launch, resolve_drafter
 
 REPO = Path(__file__).parents[2]
 PROFILES = sorted((REPO / "deploy/profiles").glob("*.toml"))
@@ -110,8 +110,10 @@ def test_everything_that_the_cpu_engine_replaces_is_checked(monkeypatch):
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda file: file.stem)
 def test_every_flag_of_the_profiles_is_checked(profile):
     loaded, known = load_profile(profile), set(check_engine.flags())
+    node = Node(first="first:20000" if loaded.engine.nodes > 1 else None)
     for name in ["none", "ngram", *loaded.drafters]:
-        argv = build_launch(loaded, resolve_drafter(loaded, name), port=1, config_file="x.yaml").argv
+        drafter = resolve_drafter(loaded, name, here=False)
+        argv = build_launch(loaded, drafter, port=1, config_file="x.yaml", node=node).argv
         own = {word for word in argv if word.startswith("--")} - set(loaded.engine.extra_args)
         assert own <= known
 
