@@ -125,7 +125,7 @@ def test_a_file_that_is_gone_is_refused(file: Path) -> None:
 def test_the_admin_key_wants_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "admin"
     file.write_text("0123456789abcdef0\n")
-    file.chmod(0o640)
+    file.chmod(0o644)
     with pytest.raises(KeysError, match="chmod 600"):
         AdminKey(file)
     file.chmod(0o600)
