@@ -7,7 +7,7 @@ DRAFTER ?=
 PY := .venv/bin/python
 STAMP := .venv/.installed
 
-.PHONY: help install speculators-env peers-env ops-env model tiny serve test test-all test-fast lint lock clean
+.PHONY: help install speculators-env peers-env aiperf-env ops-env model tiny serve test test-all test-fast lint lock clean
 
 help:  ## this text
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,13 @@ peers-env: .cache/peers/.installed  ## LiteLLM, SGLang's router and the npm clie
 	@.cache/peers/python/bin/python -m pip install -q --no-deps -r requirements-peers.lock
 	@cp tests/engine/clients/package.json tests/engine/clients/package-lock.json .cache/peers/npm/
 	@cd .cache/peers/npm && npm ci --no-audit --no-fund --silent
+	@touch $@
+
+aiperf-env: .cache/aiperf/.installed  ## NVIDIA's AIPerf, for `python -m bench.peers`
+
+.cache/aiperf/.installed: requirements-aiperf.lock
+	@rm -rf .cache/aiperf && $(PYTHON) -m venv .cache/aiperf
+	@.cache/aiperf/bin/python -m pip install -q --no-deps -r requirements-aiperf.lock
 	@touch $@
 
 ops-env: .cache/ops/.installed  ## promtool, hadolint and Kubernetes' schemas, for the tests of deploy/

@@ -2,7 +2,7 @@
 
     python -m server engine --drafter none -- python -m bench.peers --url {url} --key-file {key_file}
 
-Both peers live in environments of their own, which `make peers-env` makes.
+Both peers live in environments of their own: `make speculators-env aiperf-env`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drafter.report import command, machine
 from server.engine import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVING, AIPERF = ROOT / ".cache/peers/serving/bin/python", ROOT / ".cache/peers/aiperf/bin/aiperf"
+SERVING, AIPERF = ROOT / ".cache/speculators/bin/python", ROOT / ".cache/aiperf/bin/aiperf"
 TOKENS_APART, TTFT_APART = 0.05, 0.10  # what the three may differ by, relatively
 TEXT = """\
 Each round asks every prompt by each of the three, greedily and streaming, the engine's cache emptied before.
@@ -113,7 +113,7 @@ def _run(argv: Sequence[object], out: Path, environment: Mapping[str, str] | Non
             env = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
             done = subprocess.run(words, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
     except FileNotFoundError:
-        raise PeerError(f"{words[0]} is missing: run `make peers-env`.") from None
+        raise PeerError(f"{words[0]} is missing: run `make speculators-env aiperf-env`.") from None
     if done.returncode:
         last = (log.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
         raise PeerError(f"{Path(words[0]).name} ended with {done.returncode}: {last:.300}")
@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
                 url=engine.url,
                 api_key=engine.headers.get("authorization", "").removeprefix("Bearer "),
                 model=engine.served_name,
-                tokenizer=args.tokenizer or Path(str(engine.resolved.get("tokenizer_path", ""))),
+                tokenizer=args.tokenizer or Path(engine.resolved["model_path"]),
                 file=file,
                 count=write_prompts(args.prompts, args.limit, args.max_tokens, engine.served_name, file),
                 max_tokens=args.max_tokens,

@@ -48,6 +48,29 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeEngine]]:
     assert sorted(FakeEngine.seen.stops) == sorted(FakeEngine.seen.starts), "an engine was left running"
 
 
+@pytest.fixture
+def running(engine: type[FakeEngine]) -> Iterator[Any]:
+    """Starts engines that are nobody's of the bench."""
+    made: list[FakeEngine] = []
+
+    def start(name: str) -> FakeEngine:
+        found = FakeEngine(None, name)
+        found.start(lambda stage: None)
+        made.append(found)
+        return found
+
+    yield start
+    for each in made:
+        each.stop()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(json.dumps({"api-key": FakeEngine.api_key, "admin-api-key": FakeEngine.admin_key}))
+    return path
+
+
 @pytest.fixture(name="bench")
 def run_bench(engine: type[FakeEngine], profile_file: Path, prompt_file: Path, tmp_path: Path, capsys: Any) -> Any:
     """Runs the command and gives (exit code, report or None, stdout, stderr)."""

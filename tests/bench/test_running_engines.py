@@ -1,36 +1,12 @@
 """The bench on engines that already run, named by their URLs."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench.fake_engine import FakeEngine
-
-
-@pytest.fixture
-def running(engine: type[FakeEngine]) -> Iterator[Any]:
-    """Starts engines that are nobody's of the bench."""
-    made: list[FakeEngine] = []
-
-    def start(name: str) -> FakeEngine:
-        found = FakeEngine(None, name)
-        found.start(lambda stage: None)
-        made.append(found)
-        return found
-
-    yield start
-    for each in made:
-        each.stop()
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    path = tmp_path / "engine.yaml"
-    path.write_text(json.dumps({"api-key": FakeEngine.api_key, "admin-api-key": FakeEngine.admin_key}))
-    return path
 
 
 def test_engines_that_already_run(bench: Any, engine: type[FakeEngine], running: Any, key_file: Path):
