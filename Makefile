@@ -6,6 +6,9 @@ PROFILE ?= deploy/profiles/cpu-smollm2.toml
 DRAFTER ?=
 PY := .venv/bin/python
 STAMP := .venv/.installed
+# Tests that want another project's package, or an operator's tools, run where those are; else they are counted as left out.
+NO_PEERS := $(if $(and $(wildcard .cache/speculators/.installed),$(wildcard .cache/peers/.installed)),,and not peers)
+NO_OPS = $(if $(and $(wildcard .cache/ops/.installed),$(shell command -v kubectl),$(shell command -v systemd-analyze)),,and not ops)
 
 .PHONY: help install speculators-env peers-env aiperf-env ops-env model tiny serve test test-all test-fast lint lock clean
 
@@ -24,13 +27,13 @@ serve: install  ## an OpenAI-compatible endpoint on 127.0.0.1:$(PORT); Ctrl-C st
 	@exec $(PY) -m server serve --profile "$(PROFILE)" --port $(PORT) $(if $(DRAFTER),--drafter "$(DRAFTER)")
 
 test: install lint tiny  ## lint, and every test that a change can break, real engines included (about 20 minutes)
-	$(PY) -m pytest -m "not slow and not peers"
+	$(PY) -m pytest -m "not slow and not peers $(NO_OPS)"
 
 test-all: install lint tiny  ## also what is slow, and the peers whose environment was made; many examples of each law
-	$(PY) -m pytest --hypothesis-profile thorough $(if $(wildcard .cache/speculators/.installed),,-m "not peers")
+	$(PY) -m pytest --hypothesis-profile thorough -m "not gpu $(NO_PEERS) $(NO_OPS)"
 
 test-fast: install tiny  ## without engines
-	$(PY) -m pytest -m "not engine and not slow and not peers"
+	$(PY) -m pytest -m "not engine and not slow and not peers $(NO_OPS)"
 
 tiny: $(STAMP)  # the models that tests train for themselves, both at once
 	@$(PY) -m tests.tiny >/dev/null

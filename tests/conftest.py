@@ -18,7 +18,8 @@ settings.load_profile("quick")  # --hypothesis-profile takes the other
 # Marks whose tests may be left out, and how they are run.
 LEFT_OUT = {
     "slow": "make test-all",
-    "peers": "make speculators-env test-all",
+    "peers": "make speculators-env peers-env test-all",
+    "ops": "make ops-env test",
     "engine": "make test",
 }
 left_out: Counter[str] = Counter()

@@ -12,6 +12,8 @@ from server.cli import parser
 from server.config import load_profile
 from tests.deploy.tools import REPO, run
 
+pytestmark = pytest.mark.ops
+
 COMPOSE = yaml.safe_load((REPO / "deploy/compose.yaml").read_text())
 SCHEMA = json.loads((REPO / "tests/deploy/schemas/compose-spec.json").read_text())
 DOCKERFILES = sorted((REPO / "deploy/docker").glob("Dockerfile.*"))

@@ -12,6 +12,8 @@ from server.cli import parser
 from server.config import load_profile
 from tests.deploy.tools import REPO, run, tool
 
+pytestmark = pytest.mark.ops
+
 OVERLAYS = ("one-node", "two-nodes")
 OWN = {"LeaderWorkerSet": "leaderworkerset", "ServiceMonitor": "servicemonitor"}
 VERSIONS = ("1.30", "1.37")

@@ -11,6 +11,8 @@ from server import check_engine
 from server.metrics import Metrics
 from tests.deploy.tools import REPO, run
 
+pytestmark = pytest.mark.ops
+
 RULES = sorted((REPO / "deploy/prometheus/rules").glob("*.yml"))
 RULE_TESTS = sorted((REPO / "deploy/prometheus").glob("*_test.yml"))
 DASHBOARD = REPO / "deploy/grafana/dashboards/eyas.json"

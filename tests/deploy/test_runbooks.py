@@ -19,6 +19,8 @@ import drafter.__main__
 import server.cli
 from tests.deploy.tools import OPS, REPO, run, tool
 
+pytestmark = pytest.mark.ops
+
 RUNBOOKS = sorted((REPO / "deploy/runbooks").glob("*.md"))
 # Tools of a GPU machine or an operator's laptop, which need not be on this one: exactly these words are known.
 ELSEWHERE = {

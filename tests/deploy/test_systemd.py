@@ -11,6 +11,8 @@ from server.cli import parser
 from server.config import load_profile
 from tests.deploy.tools import REPO, run, tool
 
+pytestmark = pytest.mark.ops
+
 UNITS = sorted((REPO / "deploy/systemd").glob("*.service"))
 PYTHON = "/opt/eyas/bin/python"
 

@@ -26,7 +26,7 @@ from tests.deploy.tools import tool
 from tests.engine.conftest import EnginePool
 from tests.server.fake_engine import wait_until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ops]
 
 REPO = Path(__file__).parents[2]
 DASHBOARD = json.loads((REPO / "deploy/grafana/dashboards/eyas.json").read_text())
