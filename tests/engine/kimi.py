@@ -8,9 +8,11 @@ from typing import Any
 
 from server.config import Profile
 from server.launch import build_launch, resolve_drafter
+from tests.server import resolution
 from tests.tiny import TinyPair
 
-PROFILES = sorted((Path(__file__).parents[2] / "deploy/profiles").glob("kimi-*.toml"))
+# Those that serve: the two that make a drafter's data have none, and are run by the recipe's test in their tiny form.
+PROFILES = [file for file in resolution.PROFILES if file not in resolution.DATA]
 # Keys that speak of GPUs, their memory and the links between them; [engine.env] has nothing else in these profiles.
 OF_A_GPU = (
     *("quantization", "kv_cache_dtype", "page_size", "mem_fraction", "attention_backend", "env", "nodes", "tp"),

@@ -18,10 +18,10 @@ class EnginePool:
         self._engine: Engine | None = None
         self._count = 0
 
-    def profile(self, pair: TinyPair, requests: int = 16, extra_args: tuple[str, ...] = (), tp: int = 1) -> Profile:
-        """A profile that serves `pair.target` in fp32."""
-        file = self._folder / f"{pair.name}-{requests}-{tp}.toml"
-        file.write_text(profile_text(pair, requests, extra_args, tp))
+    def profile(self, pair: TinyPair, *more: Any) -> Profile:
+        """A profile that serves `pair.target` in fp32; `more` as profile_text takes it."""
+        file = self._folder / f"{pair.name}-{self._count}.toml"
+        file.write_text(profile_text(pair, *more))
         return load_profile(file)
 
     def get(
@@ -32,15 +32,16 @@ class EnginePool:
         requests: int = 16,
         extra_args: tuple[str, ...] = (),
         tp: int = 1,
+        tool_call_parser: str | None = None,
         **options: Any,
     ) -> Engine:
         """The engine that serves `pair` with `drafter`: none, ngram, a name in `pair.drafters`, or a folder."""
-        key = (pair.name, drafter, requests, extra_args, tp, tuple(sorted(options.items())))
+        key = (pair.name, drafter, requests, extra_args, tp, tool_call_parser, tuple(sorted(options.items())))
         if key != self._key or self._engine is None or self._engine.state != "ready":
             self.stop()
             self._count += 1
             what = drafter if drafter in ("none", "ngram") else str(pair.drafters.get(drafter, drafter))
-            profile, run_dir = self.profile(pair, requests, extra_args, tp), self._folder / f"run-{self._count}"
+            profile, run_dir = self.profile(pair, *key[2:6]), self._folder / f"run-{self._count}"
             engine = Engine(profile, what, run_dir=run_dir, **options)
             engine.start()
             self._engine, self._key = engine, key

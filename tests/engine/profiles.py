@@ -20,7 +20,7 @@ max_total_tokens = 65536
 start_timeout_s = 850.0
 env = {env}
 extra_args = {extra_args}
-[capture]
+{parser}[capture]
 layer_ids = {layer_ids}
 convention = "{convention}"
 [drafters.ngram]
@@ -29,7 +29,13 @@ ngram = {{draft_tokens = 8}}
 """
 
 
-def profile_text(pair: TinyPair, requests: int = 16, extra_args: tuple[str, ...] = (), tp: int = 1) -> str:
+def profile_text(
+    pair: TinyPair,
+    requests: int = 16,
+    extra_args: tuple[str, ...] = (),
+    tp: int = 1,
+    tool_call_parser: str | None = None,
+) -> str:
     """The TOML of a profile that serves `pair.target` to so many requests at once, over `tp` ranks on gloo."""
     env = cores_of_two_ranks() if tp == 2 else {"OMP_NUM_THREADS": "1"}
     text = PROFILE.format(
@@ -40,6 +46,7 @@ def profile_text(pair: TinyPair, requests: int = 16, extra_args: tuple[str, ...]
         tp=tp,
         env="{" + ", ".join(f'{name} = "{value}"' for name, value in env.items()) + "}",
         extra_args=json.dumps(extra_args),
+        parser=f'tool_call_parser = "{tool_call_parser}"\n' if tool_call_parser else "",
         layer_ids=list(pair.layer_ids),
         convention=pair.convention,
     )

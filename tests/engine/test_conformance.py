@@ -82,7 +82,7 @@ class Endpoint:
 def both(
     engines: EnginePool, tiny: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Endpoint]]:
-    engine = engines.get(tiny("llama"), "none", extra_args=("--tool-call-parser", "qwen25"))
+    engine = engines.get(tiny("llama"), "none", tool_call_parser="qwen25")
     arm = Arm("tiny", engine.url, engine.api_key, engine.admin_key, engine.served_name, engine.drafter.name, "ready")
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     _, key = add_key(keys, "conformance", Limits(requests_per_minute=100_000))
