@@ -78,7 +78,7 @@ once served-k2 bench --drafter "$K2" --baseline "$K2" --prompts "$WORK/few.jsonl
 step "4. Which tokens may be drafted, and how that differs from what the K2 drafter can say"
 once vocabulary "$PY" -m drafter vocab --conversations "$WORK/train.jsonl" --held-out "$WORK/held.jsonl" \
   --target "$TARGET" --size "$VOCAB" --out "$WORK/vocab.safetensors"
-"$PY" -m drafter diff "$K2" "$WORK/vocab.safetensors"
+"$PY" -m drafter diff "$K2" "$WORK/vocab.safetensors" --target "$TARGET"
 
 step "5. Its rows moved to that vocabulary; those of tokens that it never knew are made from the target's head"
 [[ -d $WORK/remapped ]] || "$PY" -m drafter remap "$K2" --vocab "$WORK/vocab.safetensors" --verifier "$TARGET" \

@@ -20,7 +20,7 @@ from tests.engine.profiles import profile_text
 from tests.engine.test_recipe import prompts
 from tests.tiny import TinyPair
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]  # nine engine starts
 
 REPO = Path(__file__).parents[2]
 BUDGET = "--epochs 6 --batch-tokens 600 --ttt-steps 3 --fp32 --threads 1 --eval-every 40"

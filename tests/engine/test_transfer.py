@@ -11,7 +11,7 @@ from bench.transfer import SCRATCH, TUNED, WRONG, main
 from tests.engine.conftest import EnginePool
 from tests.moved import build_moved
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(2400)]  # seven engine starts
 
 
 def test_quick(engines: EnginePool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
