@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
+from server.drafters import ActiveDrafter
 from server.engine import RESOLVED, EngineError
 from server.enginekeys import EngineKeys, read_keys
-from server.launch import ActiveDrafter
 
 ANSWER_TIMEOUT_S = 30.0
 

@@ -23,8 +23,8 @@ from drafter.costs import to_document, write_costs
 from drafter.report import command, machine, now
 from drafter.speedup import Costs
 from server.config import Profile, load_profile
+from server.drafters import LaunchError
 from server.engine import Engine, EngineError
-from server.launch import LaunchError
 
 DEFAULT_PROFILE = Path(__file__).resolve().parent.parent / "deploy" / "profiles" / "cpu-smollm2.toml"
 REQUEST_TIMEOUT_S = 1200.0

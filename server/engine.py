@@ -28,27 +28,13 @@ import psutil
 from drafter.data.spool import SpoolError
 from drafter.settings import read_settings
 from server import guard, keep, probe
-from server.capture import check_handshake, prepare_folder
+from server.capture import CapturePlan, check_handshake, plan_capture, prepare_folder
 from server.config import Profile
 from server.deployment import deployment
+from server.drafters import ActiveDrafter, check_drafter, is_local, resolve_drafter, with_resolved
 from server.enginekeys import EngineKeys, new_keys
 from server.keep import KeptProcess
-from server.launch import (
-    ALONE,
-    SGLANG_VERSION,
-    ActiveDrafter,
-    CapturePlan,
-    Node,
-    build_launch,
-    changed_arguments,
-    check_drafter,
-    check_node,
-    child_environment,
-    is_local,
-    plan_capture,
-    resolve_drafter,
-    with_resolved,
-)
+from server.launch import ALONE, SGLANG_VERSION, Node, build_launch, changed_arguments, check_node, child_environment
 from server.obstacles import refuse
 
 State = Literal["new", "starting", "ready", "dead", "hung", "stopped"]

@@ -22,12 +22,13 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
+from server.drafters import ActiveDrafter, resolve_drafter
 from server.engine import Engine, loopback_of, port_obstacle, vocab_size_of
 from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
 from server.health import UNKNOWN, RemoteArm
 from server.keep import record_file
-from server.launch import ALONE, ActiveDrafter, Node, ngram_obstacle, resolve_drafter
+from server.launch import ALONE, Node, ngram_obstacle
 from server.local import LocalArm
 from server.logs import configure_logs
 from server.notify import notify
