@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from drafter import registry
 from drafter.checkpoint.findings import Finding
@@ -131,18 +131,6 @@ def check_drafter(profile: Profile, drafter: ActiveDrafter, forced: Collection[s
     findings = preflight(Subject(drafter.folder, target, deployment), forced)
     refuse(findings, forced)
     return findings
-
-
-def with_resolved(drafter: ActiveDrafter, resolved: Mapping[str, Any]) -> ActiveDrafter:
-    """The drafter with the steps, topk and draft tokens that the engine really runs."""
-    if drafter.algorithm == "NONE":
-        return drafter
-    return replace(
-        drafter,
-        num_steps=resolved["speculative_num_steps"],
-        topk=resolved["speculative_eagle_topk"],
-        draft_tokens=resolved["speculative_num_draft_tokens"],
-    )
 
 
 def folder_named(name: str) -> Path | None:

@@ -178,15 +178,6 @@ def ngram_obstacle(environ: Mapping[str, str]) -> str | None:
     return f"NGRAM needs a C++ compiler ({compiler} was not found; Debian: apt-get install g++)"
 
 
-def changed_arguments(expected: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
-    """One line for each argument that the engine changed by itself."""
-    return [
-        f"{name}: asked for {wanted!r}, the engine runs with {resolved.get(name)!r}"
-        for name, wanted in expected.items()
-        if resolved.get(name) != wanted
-    ]
-
-
 def _words(flags: list[tuple[str, object]]) -> list[str]:
     words: list[str] = []
     for flag, value in flags:
