@@ -28,12 +28,14 @@ from bench.page import write_pages  # noqa: E402
 from bench.progress import Progress  # noqa: E402
 from bench.render import print_report  # noqa: E402
 from bench.runner import Plan, PlanError, Variant, fingerprint, run, variants_of  # noqa: E402
+from drafter.arguments import number, whole  # noqa: E402
 from drafter.data.prompts import load_prompts  # noqa: E402
 from drafter.report import Report, ReportError, to_json, write_report  # noqa: E402
 from drafter.settings import read_settings  # noqa: E402
 from server.config import load_profile  # noqa: E402
 
-LARGEST = 2**31  # of any number: the engine's seeds have no more bits
+LARGEST = 2**31 - 1  # of any number: the engine's seeds have no more bits
+COUNT = whole(1, LARGEST)
 DEFAULT_PROFILE = ROOT / "deploy" / "profiles" / "cpu-smollm2.toml"
 
 TEXT = """\
@@ -106,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SETS",
         help="comma list of mt_bench (80), humaneval (164) and files (default: mt_bench)",
     )
-    add("--limit", type=_count, metavar="N", help="so many of each set, spread over its categories (default: all)")
+    add("--limit", type=COUNT, metavar="N", help="so many of each set, spread over its categories (default: all)")
     add(
         "--concurrency",
         type=_counts,
@@ -114,12 +116,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="N[,N...]",
         help="requests at a time; several make a curve (default: 4)",
     )
-    add("--num-steps", type=_count, metavar="N", help="draft steps of EAGLE3 drafters (default: the profile's)")
-    add("--max-tokens", type=_count, default=256, metavar="N", help="longest answer (default: 256)")
-    add("--temperature", type=_temperature, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    add("--repeats", type=_count, default=1, metavar="N", help="passes over the prompts per variant (default: 1)")
-    add("--seed", type=_natural, default=0, metavar="N", help="of the first request; the others count on (default: 0)")
-    add("--answers", type=_count, default=1, metavar="N", help="answers to each request, counted together (default: 1)")
+    add("--num-steps", type=COUNT, metavar="N", help="draft steps of EAGLE3 drafters (default: the profile's)")
+    add("--max-tokens", type=COUNT, default=256, metavar="N", help="longest answer (default: 256)")
+    add("--temperature", type=number(0, 2), default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    add("--repeats", type=COUNT, default=1, metavar="N", help="passes over the prompts per variant (default: 1)")
+    add(
+        "--seed",
+        type=whole(0, LARGEST),
+        default=0,
+        metavar="N",
+        help="of the first request; the others count on (default: 0)",
+    )
+    add("--answers", type=COUNT, default=1, metavar="N", help="answers to each request, counted together (default: 1)")
     add(
         "--thinking",
         type=_thinking,
@@ -136,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--looks",
-        type=_count,
+        type=COUNT,
         default=1,
         metavar="N",
         help="split the prompts in N parts and stop after the first at which every difference is clear; intervals "
@@ -144,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--check-sampling",
-        type=_count,
+        type=COUNT,
         nargs="?",
         const=5_000,
         default=0,
@@ -277,15 +285,8 @@ def _make_folder(folder: Path) -> list[Path]:
     return missing
 
 
-def _count(text: str) -> int:
-    number = _natural(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
-    return number
-
-
 def _counts(text: str) -> tuple[int, ...]:
-    found = tuple(_count(part) for part in text.split(","))
+    found = tuple(COUNT(part) for part in text.split(","))
     if len(set(found)) < len(found):
         raise argparse.ArgumentTypeError(f"{text!r} names one number twice")
     return found
@@ -296,24 +297,6 @@ def _thinking(text: str) -> tuple[Thinking, ...]:
     if len(set(found)) < len(found) or not set(found) <= {"default", "on", "off"}:
         raise argparse.ArgumentTypeError(f"{text!r} is not on, off, default, or some of them with commas between")
     return found  # type: ignore[return-value]
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    if int(text) >= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is beyond {LARGEST - 1}")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 2")
-    return value
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from typing import Any
 
 import httpx
 
-from server.engine import RESOLVED, EngineError
+from server.drafters import ActiveDrafter
+from server.engine import EngineError
 from server.enginekeys import EngineKeys, read_keys
-from server.launch import ActiveDrafter
+from server.resolved import resolved_arguments
 
 ANSWER_TIMEOUT_S = 30.0
 
@@ -55,7 +56,7 @@ class Attached:
             info = answer.raise_for_status().json()
             self.version = str(info["version"])
             self.served_name = str(info["served_model_name"])
-            self.resolved = {name: value for name, value in info.items() if RESOLVED.match(name)}
+            self.resolved = resolved_arguments(info)
             self.drafter = self._drafter(info)
         except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
             raise EngineError(f"{self.url}/server_info is not what SGLang 0.5.23 answers ({error!r}).") from None

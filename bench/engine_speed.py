@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import orjson
 
+from drafter.arguments import whole
 from drafter.data.prompts import Prompt, load_prompts
 from drafter.report import command, machine
 from server.config import Profile, load_profile
@@ -183,9 +184,9 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add("--profile", type=Path, default=DEFAULT_PROFILE, metavar="FILE", help="deployment (default: cpu-smollm2.toml)")
     add("--model", type=Path, metavar="DIR", help="another model than the profile's")
-    add("--runs", type=_count, default=7, metavar="N", help="runs, each of both (default: 7)")
-    add("--tokens", type=_count, default=96, metavar="N", help="tokens to generate in each (default: 96)")
-    add("--threads", type=_count, default=os.cpu_count() or 1, metavar="N", help="for both (default: all cores)")
+    add("--runs", type=whole(), default=7, metavar="N", help="runs, each of both (default: 7)")
+    add("--tokens", type=whole(), default=96, metavar="N", help="tokens to generate in each (default: 96)")
+    add("--threads", type=whole(), default=os.cpu_count() or 1, metavar="N", help="for both (default: all cores)")
     add("--json", action="store_true", help="print the figures as one JSON object on stdout, and nothing else there")
     return top
 
@@ -219,12 +220,6 @@ def main(argv: list[str] | None = None) -> int:
             f"{args.threads} threads, {profile.engine.dtype}, batch 1)"
         )
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

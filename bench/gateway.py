@@ -20,6 +20,7 @@ import uvloop
 from bench.raw_client import DONE, AnswerError, connect
 from bench.served import KEY, ServedError, Side, Started, peer_at
 from bench.synthetic import MODEL
+from drafter.arguments import whole
 from drafter.report import command, machine
 
 STREAMS = 32
@@ -226,18 +227,12 @@ def parser() -> argparse.ArgumentParser:
         prog="gateway", description=__doc__, epilog=TEXT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = top.add_argument
-    add("--rounds", type=_count, default=5, metavar="N", help="rounds of all sides (default: 5)")
+    add("--rounds", type=whole(), default=5, metavar="N", help="rounds of all sides (default: 5)")
     add("--peer", type=peer, action="append", default=[], metavar="NAME=URL", help="another proxy; may be repeated")
-    add("--upstream-port", type=_count, default=0, metavar="PORT", help="of the engine (default: any that is free)")
+    add("--upstream-port", type=whole(), default=0, metavar="PORT", help="of the engine (default: any that is free)")
     add("--quick", action="store_true", help="very little of everything, to see that the command works")
     add("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
     return top
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

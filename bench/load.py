@@ -16,6 +16,7 @@ import orjson
 
 from bench.stream import Answer, LoadError, Stream, error_text
 from drafter.data.prompts import Message, Prompt
+from drafter.workers import run_workers
 
 __all__ = ["Answer", "Block", "Endpoint", "Load", "LoadError", "Sampling", "flush", "send_block", "warm_up"]
 
@@ -145,13 +146,7 @@ async def _send_all(
                     on_answer(answer)
 
         started = time.perf_counter()
-        workers = [asyncio.create_task(work()) for _ in range(min(concurrency, len(prompts)))]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await run_workers(work, min(concurrency, len(prompts)))
         seconds = time.perf_counter() - started
     return Block(tuple(answer for index in range(len(prompts)) for answer in found[index]), seconds)
 

@@ -18,6 +18,7 @@ import orjson
 from bench.load import CONNECT_TIMEOUT_S, IDLE_TIMEOUT_S, Endpoint, Sampling, request_body
 from bench.stream import Answer, LoadError, error_text
 from drafter.data.prompts import Prompt
+from drafter.workers import run_workers
 
 # Nats between the two tokens below which rounding can change which is first: a few units in the last place of logits
 # of a usual size (16 to 32, where one unit of bfloat16 is 0.125, of float16 0.016, and of float32 2e-6).
@@ -127,13 +128,7 @@ async def _ask_all(
                     )
                 found[question] = await _gap(session, endpoint, known[key], question)
 
-        workers = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await run_workers(work, AT_ONCE)
     return found
 
 

@@ -21,6 +21,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from drafter.acceptance import add_histograms, histogram_of_details
+from drafter.workers import run_workers
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -245,13 +246,7 @@ async def _send(
                     _add(found[place], answer, tokens)
                 bar.update(len(batch))
 
-        workers = [asyncio.create_task(work()) for _ in range(REQUESTS)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await run_workers(work, REQUESTS)
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, cases: Sequence[Case], tokens: int) -> Any:

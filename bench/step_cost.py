@@ -19,12 +19,13 @@ import numpy
 import orjson
 from tqdm import tqdm
 
+from drafter.arguments import whole
 from drafter.costs import to_document, write_costs
 from drafter.report import command, machine, now
 from drafter.speedup import Costs
 from server.config import Profile, load_profile
+from server.drafters import LaunchError
 from server.engine import Engine, EngineError
-from server.launch import LaunchError
 
 DEFAULT_PROFILE = Path(__file__).resolve().parent.parent / "deploy" / "profiles" / "cpu-smollm2.toml"
 REQUEST_TIMEOUT_S = 1200.0
@@ -169,8 +170,8 @@ def parser() -> argparse.ArgumentParser:
     add("--drafter", required=True, metavar="NAME|DIR", help="an EAGLE3 drafter; how good it is does not matter")
     add("--batch", type=_counts, default=[1, 2, 4, 8], metavar="N,N", help="requests at a time (default: 1,2,4,8)")
     add("--steps", type=_counts, default=[1, 2, 3, 5], metavar="K,K", help="draft steps (default: 1,2,3,5)")
-    add("--tokens", type=_count, default=48, metavar="N", help="tokens that a time is taken over (default: 48)")
-    add("--rounds", type=_count, default=5, metavar="N", help="rounds that the median is taken of (default: 5)")
+    add("--tokens", type=whole(), default=48, metavar="N", help="tokens that a time is taken over (default: 48)")
+    add("--rounds", type=whole(), default=5, metavar="N", help="rounds that the median is taken of (default: 5)")
     add("--out", type=Path, metavar="FILE", help="where the costs go, for `python -m drafter speedup --costs`")
     add("--json", action="store_true", help="print the costs as one JSON object on stdout, and nothing else there")
     return top
@@ -238,14 +239,8 @@ def _print(costs: Costs, drift: float) -> None:
     print(f"plain decoding moved by at most {drift:.1%} between the first and the last engine")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
 def _counts(text: str) -> list[int]:
-    return sorted({_count(part) for part in text.split(",")})
+    return sorted({whole()(part) for part in text.split(",")})
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from drafter.checkpoint.manifest import MANIFEST
 from drafter.data.prompts import Prompt
 from drafter.report import file_sha256
 from server.config import DrafterTable, NgramTable, Profile
+from server.drafters import ActiveDrafter
 from server.engine import Engine
-from server.launch import ActiveDrafter
 
 AnyEngine = Engine | Attached
 NGRAM_HINT = "write ngram:max_trie_depth=12,external_corpus_path=FILE"

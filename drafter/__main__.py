@@ -14,7 +14,8 @@ from drafter.data.capture_cli import add_capture
 from drafter.data.generate_cli import add_generate
 from drafter.data.transcript_cli import add_tokenize
 from drafter.speedup_cli import add_speedup
-from drafter.training.cli import add_evaluate, add_train
+from drafter.training.evaluate_cli import add_evaluate
+from drafter.training.train_cli import add_train
 from drafter.verdict_cli import add_verdict
 
 STEPS = """\

@@ -13,12 +13,13 @@ class KeyFileError(ValueError):
     """A key file that holds no engine's key: says which, and what to give."""
 
 
-def whole(least: int = 1) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from `least` on."""
+def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `least` on, or to `most`."""
+    wanted = f"of {least} or more" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        if not text.isdecimal() or not least <= int(text) <= (int(text) if most is None else most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {wanted}")
         return int(text)
 
     return read

@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 
 from drafter.data.capture_plugin import LOGITS, SETTER
+from server.capture import CAPTURE_FLAGS
 from server.config import OWNED_FLAGS
-from server.launch import CAPTURE_FLAGS, CPU_FLAGS, NGRAM_FLAGS, SGLANG_VERSION
+from server.launch import CPU_FLAGS, NGRAM_FLAGS, SGLANG_VERSION
 
 PROTOCOL = "srt/entrypoints/openai/protocol.py"
 SERVER = "srt/entrypoints/http_server.py"

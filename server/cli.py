@@ -12,9 +12,10 @@ from drafter.settings import read_settings
 from server import check_engine, keys_cli
 from server.alone import run_engine
 from server.config import load_profile
+from server.drafters import check_drafter, resolve_drafter
 from server.engine import Engine, EngineError
 from server.enginekeys import read_keys, write_new_keys
-from server.launch import Node, check_drafter, resolve_drafter
+from server.launch import Node
 from server.pin import pin
 from server.plan import make_plan, render_plan
 from server.serve import Asked, serve

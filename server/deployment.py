@@ -8,8 +8,8 @@ from functools import cached_property
 from drafter.checkpoint import shapes
 from drafter.roofline import data, gpu_of
 from server.config import Profile
+from server.drafters import ActiveDrafter
 from server.known import Known, find, quantization, text_config
-from server.launch import ActiveDrafter
 from server.memory import Budget, budget
 
 

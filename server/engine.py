@@ -6,14 +6,8 @@ Its keys travel in a 0600 file and are scrubbed from every line that leaves its 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
-import re
 import secrets
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -27,52 +21,25 @@ import psutil
 
 from drafter.data.spool import SpoolError
 from drafter.settings import read_settings
-from server import guard, keep, probe
-from server.capture import check_handshake, prepare_folder
+from server import keep, probe
+from server.capture import CapturePlan, check_handshake, plan_capture, prepare_folder
 from server.config import Profile
 from server.deployment import deployment
-from server.enginekeys import EngineKeys, new_keys
-from server.keep import KeptProcess
-from server.launch import (
-    ALONE,
-    SGLANG_VERSION,
-    ActiveDrafter,
-    CapturePlan,
-    Node,
-    build_launch,
-    changed_arguments,
-    check_drafter,
-    check_node,
-    child_environment,
-    is_local,
-    plan_capture,
-    resolve_drafter,
-    with_resolved,
-)
+from server.drafters import ActiveDrafter, check_drafter, is_local, resolve_drafter
+from server.enginekeys import EngineKeys, KeyFileError, new_keys, read_keys
+from server.enginelog import last_words, lost_its_port, stage_of
+from server.known import vocab_size_of
+from server.launch import ALONE, SGLANG_VERSION, Launch, Node, build_launch, check_node, child_environment
 from server.obstacles import refuse
+from server.ports import free_port, loopback_of, port_is_free
+from server.process import EngineProcess, end_process, start_guarded, write_private
+from server.resolved import ask_resolved, changed_arguments, with_resolved
+from server.watch import watch
 
 State = Literal["new", "starting", "ready", "dead", "hung", "stopped"]
 Progress = Callable[[str], None]
 POLL_S = 0.25
-WATCH_S = 2.0
-PROBE_TIMEOUT_S = 30.0  # /health_generate itself gives up after 20 s
 TAIL_LINES = 20
-PORTS = range(20000, 32000)
-# The stages of a start, by what SGLang logs.
-STAGES = (
-    (re.compile(r"Load weight begin"), "loading the target's weights"),
-    (re.compile(r"KV Cache is allocated|Memory pool end"), "allocating the cache"),
-    (re.compile(r"Uvicorn running|Application startup complete"), "warming up"),
-)
-# Lines that say nothing about this engine: model classes that cannot be imported here, and access logs.
-PORT_LOST = re.compile(r"address already in use", re.IGNORECASE)
-NOISE = re.compile(r'Ignore import error|"(GET|POST) /|^\s*$|kill_process_tree|Received sigquit')
-# What may be read out of /server_info, which also carries both keys.
-RESOLVED = re.compile(
-    r"^(model_path|served_model_name|context_length|dtype|quantization|kv_cache_dtype|page_size|tp_size|device|version"
-    r"|max_running_requests|max_total_num_tokens|disable_radix_cache|aux_hidden_state_capture"
-    r"|return_aux_hidden_state_layer_ids|.*attention_backend|moe_runner_backend|speculative_\w+)$"
-)
 
 
 class EngineError(RuntimeError):
@@ -129,6 +96,7 @@ class Engine:
         self.probe: probe.Probe | None = None
         self.not_probed = ""
         self.capture: CapturePlan | None = plan_capture(profile, self.drafter, capture_dir) if capture_dir else None
+        self.adopted = False  # whether an earlier process had started it
         self.state: State = "new"
         self.detail = ""
         self.served_name = profile.target.served_name
@@ -143,9 +111,8 @@ class Engine:
         self._simulate_accept_len = simulate_accept_len
         self._run_dir = run_dir
         self._port = port
-        self._process: subprocess.Popen[bytes] | KeptProcess | None = None
+        self._process: EngineProcess | None = None
         self._keep_as = keep_as
-        self._adopted = False
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -187,7 +154,7 @@ class Engine:
     @property
     def vocab_size(self) -> int | None:
         """Tokens that the target knows, where its config.json is on this machine."""
-        return vocab_size_of(self.profile)
+        return vocab_size_of(self.profile.model_path)
 
     def start(self, progress: Progress | None = None) -> None:
         """Start and block until one token was generated. Raises EngineError; then nothing is left running."""
@@ -198,8 +165,8 @@ class Engine:
             raise EngineError(f"the target's folder {model} does not exist: {fix}.")
         say = progress or (lambda _: None)
         try:
-            self._adopted = self._adopt(say)
-            if not self._adopted:
+            self.adopted = self._adopt(say)
+            if not self.adopted:
                 self._spawn()
             deadline = self._wait_ready(say)
             if self.node.rank == 0:  # the others hold a part of the model and answer nothing
@@ -218,21 +185,8 @@ class Engine:
     def stop(self) -> None:
         """Stop the whole process group. Safe to call again, and from another thread while start() waits."""
         self._stopping.set()
-        process = self._process
-        if process is not None:
-            if process.stdin is None:  # it was to outlive us
-                process.terminate()
-            else:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()  # the guard ends the group
-            try:
-                process.wait(guard.GRACE_S + 5)
-            except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        child.kill()
-                process.kill()
-                process.wait()
+        if self._process is not None:
+            end_process(self._process)
         if self._run_dir:
             with contextlib.suppress(OSError):
                 self.key_file.unlink(missing_ok=True)
@@ -250,19 +204,13 @@ class Engine:
         found = self.resolved.get("max_running_requests_per_dp") or self.resolved.get("max_running_requests")
         return found if isinstance(found, int) else None
 
-    @property
-    def adopted(self) -> bool:
-        """Whether it had been started by an earlier process."""
-        return self._adopted
-
     def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The last lines of the engine's log that say something, scrubbed of keys."""
         try:
             text = self.log_file.read_text(errors="replace")
         except FileNotFoundError:
             return []
-        kept = [line for line in self.scrub(text).splitlines() if not NOISE.search(line)]
-        return kept[-lines:]
+        return last_words(self.scrub(text), lines)
 
     def scrub(self, text: str) -> str:
         """The text without this engine's keys."""
@@ -278,8 +226,8 @@ class Engine:
             self._run_dir = read_settings().runs / f"engine-{stamp}-{secrets.token_hex(3)}"
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _write_private(self.key_file, EngineKeys(self.api_key, self.admin_key).document)
-            _write_private(self.log_file, b"")
+            write_private(self.key_file, EngineKeys(self.api_key, self.admin_key).document)
+            write_private(self.log_file, b"")
         except OSError as error:
             raise EngineError(
                 f"the engine's run folder {self._run_dir} cannot be written ({error.strerror})."
@@ -289,6 +237,16 @@ class Engine:
                 prepare_folder(self.capture.folder)
             except SpoolError as error:
                 raise EngineError(str(error)) from None
+        launch = self._launch()
+        environment = child_environment(launch, os.environ, self._simulate_accept_len)
+        self._process = start_guarded(
+            launch.argv, environment, self.log_file, self.profile.engine, outlives=self._keep_as is not None
+        )
+        self.state = "starting"
+
+    def _launch(self) -> Launch:
+        """What this engine is started with, or was; its command and what to expect of it are noted."""
+        assert self._port is not None
         launch = build_launch(
             self.profile,
             self.drafter,
@@ -299,20 +257,7 @@ class Engine:
             node=self.node,
         )
         self.argv, self._expected = launch.argv, launch.expected
-        environment = child_environment(launch, os.environ, self._simulate_accept_len)
-        engine, kept = self.profile.engine, ["--keep"] if self._keep_as else []
-        log_to = [str(self.log_file), str(engine.log_max_bytes), str(engine.log_files)]
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, *kept, *log_to, *launch.argv],
-                stdin=subprocess.DEVNULL if self._keep_as else subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=self._run_dir,
-                start_new_session=True,
-            )
-        self.state = "starting"
+        return launch
 
     def _arguments_sha256(self) -> str:
         launch = build_launch(self.profile, self.drafter, port=0, config_file=self.key_file.name, node=self.node)
@@ -324,18 +269,15 @@ class Engine:
         if kept is None:
             return False
         self._run_dir, self._port, self._process = Path(kept.run_dir), kept.port, keep.KeptProcess(kept)
-        try:
-            keys = json.loads(self.key_file.read_bytes())
-            self.api_key, self.admin_key = keys["api-key"], keys["admin-api-key"]
-            known = True
-        except (OSError, ValueError, KeyError, TypeError):
-            known = False
+        known = False
+        with contextlib.suppress(KeyFileError):
+            keys = read_keys(self.key_file)
+            if known := bool(keys.api and keys.admin):
+                self.api_key, self.admin_key = keys.api, keys.admin
         if known and kept.arguments_sha256 == self._arguments_sha256():
             say("taking over the engine that runs")
-            launch = build_launch(
-                self.profile, self.drafter, port=kept.port, config_file=str(self.key_file), node=self.node
-            )
-            self.argv, self._expected, self.state = launch.argv, launch.expected, "starting"
+            self._launch()
+            self.state = "starting"
             return True
         say("stopping the kept engine: it was started with other arguments" if known else "stopping the kept engine")
         self.stop()
@@ -346,7 +288,7 @@ class Engine:
         return False
 
     def _write_down(self) -> None:
-        if self._keep_as is None or self._adopted:
+        if self._keep_as is None or self.adopted:
             return
         assert self._process and self._port
         pid = self._process.pid
@@ -371,9 +313,9 @@ class Engine:
                     if client.get(f"{self.url}/{route}").status_code == httpx.codes.OK:
                         break
                 log = self.log_file.read_text(errors="replace")
-                if PORT_LOST.search(log):
+                if lost_its_port(log):
                     raise self._failure(f"the engine's port {self._port} was taken while it started: start it again")
-                reached = next((name for pattern, name in reversed(STAGES) if pattern.search(log)), stage)
+                reached = stage_of(log) or stage
                 if reached != stage:
                     stage = reached
                     say(stage)
@@ -386,13 +328,7 @@ class Engine:
         say("generating one token")
         with httpx.Client(timeout=10.0, trust_env=False) as client:
             self._generate_one(client, deadline - time.monotonic())
-            info = client.get(f"{self.url}/server_info", headers=self.headers)
-            info.raise_for_status()
-        answer = info.json()
-        self.resolved = {name: value for name, value in answer.items() if RESOLVED.match(name)}
-        self.version = str(answer["version"])
-        states = answer.get("internal_states") or [{}]
-        self.resolved["max_running_requests_per_dp"] = states[0].get("effective_max_running_requests_per_dp")
+            self.resolved, self.version = ask_resolved(client, self.url, self.headers)
 
     def _generate_one(self, client: httpx.Client, timeout: float) -> None:
         body = {"model": self.served_name, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
@@ -426,7 +362,8 @@ class Engine:
                 raise EngineError(str(error)) from None
 
     def _probe(self, say: Progress) -> None:
-        self.not_probed = self._why_not_probed()
+        off = self.profile.probe.off
+        self.not_probed = probe.why_not(self.drafter.algorithm, adopted=self.adopted, simulated=self.simulated, off=off)
         if self.not_probed:
             return
         say("probing the drafter")
@@ -441,20 +378,6 @@ class Engine:
         with httpx.Client(timeout=10.0, trust_env=False) as client:  # it leaves no prefix behind
             client.post(f"{self.url}/flush_cache", headers=self.admin_headers)
 
-    def _why_not_probed(self) -> str:
-        if self._adopted:
-            return "it was when the engine started"
-        match self.drafter.algorithm:
-            case "NONE":
-                return "nothing speculates"
-            case "NGRAM":
-                return "NGRAM has seen nothing yet to draft from"
-            case "EAGLE3" if self.simulated:
-                return "acceptance is simulated"
-            case "EAGLE3" if self.profile.probe.off is not None:
-                return f"the profile turns it off: {self.profile.probe.off}"
-        return ""
-
     def _check_alive(self, stage: str) -> None:
         assert self._process
         code = self._process.poll()
@@ -467,98 +390,9 @@ class Engine:
         return EngineError(f"{what}. Its last log lines ({self.log_file}):\n  {tail}")
 
     def _watch(self) -> None:
-        """Until stop(): notice that the process died, or that requests run and no token comes."""
         assert self._process
-        limit = self.profile.engine.hang_timeout_s
-        seen, since = -1.0, time.monotonic()
-        with httpx.Client(timeout=5.0, trust_env=False) as client:
-            while not self._stopping.wait(min(WATCH_S, limit / 4)):
-                if (code := self._process.poll()) is not None:
-                    self._end("dead", f"the engine died (exit code {code})")
-                    return
-                running, tokens = self._activity(client)
-                if running == 0 or tokens != seen:
-                    seen, since = tokens, time.monotonic()
-                elif time.monotonic() - since > limit and not self._answers(client):
-                    self._end("hung", f"{running:.0f} requests ran for {limit:.0f} s without a token")
-                    return
-
-    def _end(self, state: State, detail: str) -> None:
-        if self._stopping.is_set():
-            return
-        self.state, self.detail = state, detail
-        if self.on_end:
-            self.on_end(self)
-
-    def _activity(self, client: httpx.Client) -> tuple[float, float]:
-        """(requests that run, tokens computed so far), from the engine's own metrics.
-
-        An engine whose HTTP side does not answer counts as one that runs something and makes nothing.
-        """
-        try:
-            text = client.get(f"{self.url}/metrics").text
-        except httpx.TransportError:
-            return 1.0, -1.0
-        running = tokens = 0.0
-        for line in text.splitlines():
-            if line.startswith("sglang:num_running_reqs{"):
-                running += float(line.rpartition(" ")[2])
-            elif line.startswith("sglang:realtime_tokens_total{"):
-                tokens += float(line.rpartition(" ")[2])
-        return running, tokens
-
-    def _answers(self, client: httpx.Client) -> bool:
-        """Whether the engine still generates: the last word before it is called hung."""
-        with contextlib.suppress(httpx.TransportError):
-            return client.get(f"{self.url}/health_generate", timeout=PROBE_TIMEOUT_S).status_code == httpx.codes.OK
-        return False
-
-
-def vocab_size_of(profile: Profile) -> int | None:
-    """Tokens that the profile's target knows, where its config.json is on this machine."""
-    try:
-        config = json.loads((Path(profile.model_path) / "config.json").read_bytes())
-        return int((config.get("text_config") or config)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def port_obstacle(host: str, port: int) -> str | None:
-    """Why no server could listen there now, in one sentence with the fix, or None."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return f"port {port} of {host} is taken: stop what listens there, or use --port."
-            if error.errno == errno.EACCES:
-                return f"port {port} of {host} needs privileges: use --port with one above 1023."
-            return f"{host} is no address of this machine ({error.strerror or error}): use --host with one that is."
-    return None
-
-
-def loopback_of(host: str) -> str:
-    """How this machine reaches a server that listens on `host`, as the host of a URL."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{shown}]" if ":" in shown else shown
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    return port_obstacle(host, port) is None
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on at the moment.
-
-    Below the ephemeral range, from which an outgoing connection could take it before the engine listens.
-    """
-    ports = iter(lambda: PORTS.start + secrets.randbelow(len(PORTS)), None)
-    return next(port for port in ports if port_is_free("127.0.0.1", port))
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
+        ended = watch(self.url, self._process, self.profile.engine.hang_timeout_s, self._stopping)
+        if ended and not self._stopping.is_set():
+            self.state, self.detail = ended
+            if self.on_end:
+                self.on_end(self)

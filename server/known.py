@@ -11,6 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from drafter.checkpoint.specials import target_vocab_size
+from drafter.checkpoint.vocab import VocabError
+
 DATA = Path(__file__).with_name("models")
 # Two configs with these in common have the same kernels: the model on paper (drafter/roofline.toml) holds for both.
 SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "n_routed_experts", "kv_lora_rank", "vocab_size")
@@ -64,9 +67,16 @@ def find(path: str) -> Known | None:
     return None
 
 
+def vocab_size_of(model_path: str) -> int | None:
+    """Tokens that a target knows, where its config.json is on this machine."""
+    try:
+        return target_vocab_size(Path(model_path))
+    except VocabError:
+        return None
+
+
 def _paper(config: dict[str, Any]) -> str | None:
-    """The entry on paper of a model with this architecture, these sizes and weights stored like this, if there is "
-    "one."""
+    """The entry on paper of a model of this architecture, these sizes and this storage of weights, if there is one."""
     for entry in entries():
         like = entry["config"]
         if config.get("architectures") == like["architectures"] and _shape(config) == _shape(like):

@@ -9,23 +9,17 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from drafter import registry
-from drafter.checkpoint.findings import Finding
-from drafter.checkpoint.folder import DrafterFolder, open_folder
-from drafter.checkpoint.preflight import check_names, preflight, refuse
-from drafter.checkpoint.subject import Deployment, Subject, read_target
 from drafter.costs import CostsError, adaptive_steps
-from server import probe
-from server.config import FAKING_ENVIRONMENT, DrafterTable, Profile, resolve_path
+from server.capture import CAPTURE_ALGORITHM, CapturePlan, capture_flags
+from server.config import FAKING_ENVIRONMENT, Profile, resolve_path
+from server.drafters import ActiveDrafter, LaunchError, is_local
 
 SGLANG_VERSION = "0.5.23"
-Algorithm = Literal["NONE", "EAGLE3", "NGRAM"]
-
 # SGLang rewrites --attention-backend to torch_native on a CPU without AMX, which has no EAGLE draft backend; the
 # per-phase flags are left alone. CUDA graphs do not exist here. An idle scheduler would spin on one of the few cores.
 CPU_FLAGS: tuple[tuple[str, object], ...] = (
@@ -40,12 +34,6 @@ CPU_ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",  # else the first speculative request spends 17 s in inductor
 }
 CPU_MEM_FRACTION = 0.8
-# Rows from a prefix cache are never computed, and a replayed graph does not pass the plugin: neither would be written.
-CAPTURE_FLAGS: tuple[tuple[str, object], ...] = (
-    ("--disable-radix-cache", True),
-    ("--cuda-graph-backend-prefill", "disabled"),
-)
-CAPTURE_ALGORITHM = "EAGLE3"  # it names the convention only: SGLang resets it and loads no drafter
 NGRAM_FLAGS = (
     "min_bfs_breadth",
     "max_bfs_breadth",
@@ -56,34 +44,6 @@ NGRAM_FLAGS = (
     "external_sam_budget",
     "external_corpus_max_tokens",
 )
-
-
-class LaunchError(ValueError):
-    """A profile and a drafter that cannot be started together."""
-
-
-@dataclass(frozen=True)
-class ActiveDrafter:
-    """What speculates. Steps, topk and draft tokens are those asked for; None where the engine decides."""
-
-    name: str
-    algorithm: Algorithm
-    path: str | None = None
-    sha256: str | None = None
-    num_steps: int | None = None
-    topk: int | None = None
-    draft_tokens: int | None = None
-    table: DrafterTable | None = None
-    folder: DrafterFolder | None = None
-
-
-@dataclass(frozen=True)
-class CapturePlan:
-    """What an engine is to write and where. `convention` is None where the drafter's own ids are taken."""
-
-    folder: Path
-    layer_ids: list[int]
-    convention: str | None
 
 
 @dataclass(frozen=True)
@@ -107,123 +67,6 @@ class Launch:
     argv: list[str]
     environment: dict[str, str]
     expected: dict[str, Any]
-
-
-def resolve_drafter(
-    profile: Profile,
-    name: str | None = None,
-    *,
-    num_steps: int | None = None,
-    topk: int | None = None,
-    draft_tokens: int | None = None,
-    here: bool = True,
-) -> ActiveDrafter:
-    """Find a drafter: a reserved name, then `[drafters.NAME]` of the profile, then the registry, then a folder.
-
-    `num_steps`, `topk` and `draft_tokens` override the profile's for an EAGLE3 drafter. A profile's `path` may be a
-    registered name. The folder is opened, and checked by `check_drafter`; with `here` false it may be missing, as for a
-    plan. Raises LaunchError or DrafterError.
-    """
-    name = profile.default_drafter if name is None else name
-    if name == "none":
-        return ActiveDrafter("none", "NONE")
-    table = profile.drafters.get(name)
-    if name == "ngram" and table is None:
-        table = DrafterTable(algorithm="NGRAM")
-    base = profile.source.parent
-    if table is None:
-        registered = registry.known()
-        folder_path = registered.get(name) or folder_named(name)
-        if folder_path is None:
-            names = ", ".join(dict.fromkeys(["none", "ngram", *profile.drafters, *registered]))
-            raise LaunchError(
-                f"drafter {name!r} is neither known by name (here are {names}) nor a folder: check the spelling."
-            )
-        folder_path = folder_path.resolve()
-        table, base, name = DrafterTable(path=str(folder_path)), Path("/"), folder_path.name
-    if table.algorithm == "NGRAM":
-        return ActiveDrafter(name, "NGRAM", draft_tokens=table.ngram.draft_tokens, table=table)
-
-    assert table.path
-    path = resolve_path(table.path, base)
-    if not is_local(path) and (registered_path := registry.known().get(path)):
-        path = str(registered_path.resolve())
-    if here and not is_local(path) and "/" not in path:
-        raise LaunchError(
-            f"drafter {name}: {path!r} is neither a registered drafter nor a folder beside the profile: make it "
-            "(`python -m drafter remap` or `train`, into the drafters folder of EYAS_HOME), or correct its path."
-        )
-    folder = open_folder(Path(path)) if is_local(path) and (here or os.path.lexists(path)) else None
-    asked = profile.speculation
-    chosen_topk = topk or table.topk or asked.topk
-    chosen_steps = num_steps or table.num_steps or asked.num_steps
-    chosen_tokens = draft_tokens or table.draft_tokens or (asked.draft_tokens if chosen_topk > 1 else None)
-    if chosen_topk == 1:
-        if chosen_tokens not in (None, chosen_steps + 1):
-            raise LaunchError(
-                f"drafter {name}: a chain of {chosen_steps} steps verifies {chosen_steps + 1} tokens, "
-                f"not {chosen_tokens}: leave draft_tokens out."
-            )
-        chosen_tokens = chosen_steps + 1
-    elif chosen_tokens is None:
-        raise LaunchError(
-            f"drafter {name}: a tree (topk {chosen_topk}) needs draft_tokens, the tokens verified in one step."
-        )
-    return ActiveDrafter(
-        name, "EAGLE3", path, folder.sha256 if folder else None, chosen_steps, chosen_topk, chosen_tokens, table, folder
-    )
-
-
-def check_drafter(profile: Profile, drafter: ActiveDrafter, forced: Collection[str] = ()) -> list[Finding]:
-    """The preflight of a drafter on this disk, for this profile; a target that is not on this disk is left out.
-
-    `forced` names checks whose errors are passed over, the probe among them, which comes later. Raises DrafterError for
-    any other error, ValueError for a name that is no check's.
-    """
-    check_names([name for name in forced if name != probe.NAME])
-    if drafter.folder is None:
-        return []
-    assert drafter.table
-    engine, model = profile.engine, Path(profile.model_path)
-    deployment = Deployment(
-        name=drafter.name,
-        device=engine.device,
-        context_length=engine.context_length,
-        layer_ids=drafter.table.layer_ids,
-        sha256=drafter.table.sha256,
-        attention_backend=engine.attention_backend or engine.decode_attention_backend,
-        draft_attention_backend=drafter.table.attention_backend,
-        quantization=engine.quantization,
-        draft_quantization=drafter.table.quantization,
-        trust_remote_code=profile.target.trust_remote_code,
-        extra_args=tuple(engine.extra_args),
-    )
-    target = read_target(model) if is_local(profile.model_path) and (model / "config.json").is_file() else None
-    findings = preflight(Subject(drafter.folder, target, deployment), forced)
-    refuse(findings, forced)
-    return findings
-
-
-def plan_capture(profile: Profile, drafter: ActiveDrafter, folder: Path) -> CapturePlan:
-    """Which layers to write: the profile's `[capture]` without a drafter, a drafter's own with one.
-
-    Raises LaunchError where there are none.
-    """
-    folder = folder.expanduser().absolute()
-    if drafter.algorithm == "NONE":
-        if profile.capture is None:
-            raise LaunchError(
-                f"profile {profile.source} has no [capture] table: add one with layer_ids (three layers, low, middle "
-                'and high) and convention ("output_of_layer" for a Llama target).'
-            )
-        return CapturePlan(folder, profile.capture.layer_ids, profile.capture.convention)
-    if drafter.folder is None or drafter.folder.layer_ids is None:
-        raise LaunchError(
-            f"drafter {drafter.name} names no layers that could be captured: use an EAGLE3 drafter on this disk whose "
-            "eagle_config has eagle_aux_hidden_state_layer_ids, or none."
-        )
-    override = drafter.table.override_layer_ids if drafter.table else None
-    return CapturePlan(folder, override or drafter.folder.layer_ids, None)
 
 
 def build_launch(
@@ -281,7 +124,7 @@ def build_launch(
     environment = {**(CPU_ENVIRONMENT if on_cpu else {}), **({"HF_HUB_OFFLINE": "1"} if local else {}), **engine.env}
     expected = _expected(profile, drafter)
     if capture:
-        argv += _words(_capture_flags(capture))  # last, so that extra_args cannot undo them
+        argv += _words(capture_flags(capture))  # last, so that extra_args cannot undo them
         environment["EYAS_CAPTURE_DIR"] = str(capture.folder)
         expected["disable_radix_cache"] = True
         if capture.convention:
@@ -335,40 +178,6 @@ def ngram_obstacle(environ: Mapping[str, str]) -> str | None:
     return f"NGRAM needs a C++ compiler ({compiler} was not found; Debian: apt-get install g++)"
 
 
-def changed_arguments(expected: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:
-    """One line for each argument that the engine changed by itself."""
-    return [
-        f"{name}: asked for {wanted!r}, the engine runs with {resolved.get(name)!r}"
-        for name, wanted in expected.items()
-        if resolved.get(name) != wanted
-    ]
-
-
-def with_resolved(drafter: ActiveDrafter, resolved: Mapping[str, Any]) -> ActiveDrafter:
-    """The drafter with the steps, topk and draft tokens that the engine really runs."""
-    if drafter.algorithm == "NONE":
-        return drafter
-    return replace(
-        drafter,
-        num_steps=resolved["speculative_num_steps"],
-        topk=resolved["speculative_eagle_topk"],
-        draft_tokens=resolved["speculative_num_draft_tokens"],
-    )
-
-
-def folder_named(name: str) -> Path | None:
-    """The folder that a word of the command line means, if it means one."""
-    try:
-        path = Path(name).expanduser()
-        return path if path.is_dir() else None
-    except (OSError, RuntimeError):  # too long for a name, in a folder that is not ours, a home that is nobody's
-        return None
-
-
-def is_local(path: str) -> bool:
-    return Path(path).is_absolute()
-
-
 def _words(flags: list[tuple[str, object]]) -> list[str]:
     words: list[str] = []
     for flag, value in flags:
@@ -379,17 +188,6 @@ def _words(flags: list[tuple[str, object]]) -> list[str]:
         elif value not in (None, False):
             words += [flag, str(value)]
     return words
-
-
-def _capture_flags(capture: CapturePlan) -> list[tuple[str, object]]:
-    if capture.convention is None:
-        return list(CAPTURE_FLAGS)
-    return [
-        *CAPTURE_FLAGS,
-        ("--speculative-algorithm", CAPTURE_ALGORITHM),
-        ("--enable-return-aux-hidden-states", True),
-        ("--return-aux-hidden-state-layer-ids", capture.layer_ids),
-    ]
 
 
 def _speculation_flags(profile: Profile, drafter: ActiveDrafter) -> list[tuple[str, object]]:

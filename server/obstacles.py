@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from drafter.checkpoint.fit import MLA_BACKENDS, NEEDS_FULL_VOCABULARY
 from server.breakeven import IPC
 from server.deployment import Deployment
-from server.launch import LaunchError
+from server.drafters import LaunchError
 
 # The compute capabilities that a backend was written for: arg_groups/overrides.py, layers/attention/.
 BACKENDS = {

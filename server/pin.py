@@ -17,7 +17,7 @@ from typing import Any
 
 from drafter.report import write_text
 from server.config import Profile
-from server.launch import LaunchError, check_drafter, resolve_drafter
+from server.drafters import LaunchError, check_drafter, resolve_drafter
 
 # A download of huggingface_hub lies in …/snapshots/COMMIT.
 REVISION = re.compile(r"^[0-9a-f]{40}$")

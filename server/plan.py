@@ -15,7 +15,8 @@ from drafter.speedup_cli import DEFAULT_ACCEPTANCE, parse_acceptance
 from server.breakeven import ALLREDUCES, IPC, break_even
 from server.config import Profile
 from server.deployment import Deployment, deployment
-from server.launch import ALONE, SGLANG_VERSION, ActiveDrafter, Node, build_launch, is_local, ngram_obstacle
+from server.drafters import ActiveDrafter, is_local
+from server.launch import ALONE, SGLANG_VERSION, Node, build_launch, ngram_obstacle
 from server.obstacles import refuse
 
 ENGINE_PORT = 30000  # shown in a plan only: a started engine takes a free port

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -92,6 +92,23 @@ def ask(url: str, model: str, headers: Mapping[str, str], timeout_s: float) -> P
             f"{FEWEST_STEPS} or more: it does not speculate as it was asked to."
         )
     return found
+
+
+def why_not(algorithm: Literal["NONE", "EAGLE3", "NGRAM"], *, adopted: bool, simulated: bool, off: str | None) -> str:
+    """Why a started engine is not probed; empty where it is. adopted: an earlier process started it. off: the
+    profile's reason not to."""
+    if adopted:
+        return "it was when the engine started"
+    match algorithm:
+        case "NONE":
+            return "nothing speculates"
+        case "NGRAM":
+            return "NGRAM has seen nothing yet to draft from"
+        case "EAGLE3" if simulated:
+            return "acceptance is simulated"
+        case "EAGLE3" if off is not None:
+            return f"the profile turns it off: {off}"
+    return ""
 
 
 def _histogram(client: httpx.Client, model: str, prompt: str) -> list[int]:

@@ -22,16 +22,19 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
-from server.engine import Engine, loopback_of, port_obstacle, vocab_size_of
+from server.drafters import ActiveDrafter, resolve_drafter
+from server.engine import Engine
 from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
 from server.health import UNKNOWN, RemoteArm
 from server.keep import record_file
-from server.launch import ALONE, ActiveDrafter, Node, ngram_obstacle, resolve_drafter
+from server.known import vocab_size_of
+from server.launch import ALONE, Node, ngram_obstacle
 from server.local import LocalArm
 from server.logs import configure_logs
 from server.notify import notify
 from server.plan import warned
+from server.ports import loopback_of, port_obstacle
 from server.shadow import Shadow
 from server.tracing import start_tracing
 
@@ -280,7 +283,7 @@ class _Service:
             keys.admin,
             self.profile.target.served_name,
             table.drafter or UNKNOWN,
-            vocab_size=vocab_size_of(self.profile),
+            vocab_size=vocab_size_of(self.profile.model_path),
             capacity=table.max_running_requests,
             weight=table.weight,
         )

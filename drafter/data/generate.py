@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,59 +17,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from drafter.acceptance import before_loop, is_looping
 from drafter.data.asking import Asker, Endpoint, GenerateError, Refused
 from drafter.data.conversations import Conversation, read_conversations
 from drafter.data.ledger import Ledger, answer_id
 from drafter.data.overlap import Overlap
 from drafter.data.prompts import Prompt, PromptSource
+from drafter.data.template import Template
+from drafter.data.worth import Rejected, check_prompt, whole_sentences, worth_learning
+from drafter.workers import run_workers
 
 ATTEMPTS_FOR_ONE = 20  # conversations tried for each that is kept, before giving up
 PROBE_TOKENS, PROBE_S = 16, 5.0
 FRUITLESS = 16  # prompts that were refused, and none answered, before it is taken for the run's fault
 BYTES_A_TOKEN = 11  # of a line: one id as text, and the text of the prompt
-MIN_PROMPT_WORDS = 4
 # At 1.0 a small model's prompts stop making sense. No top_k: one request that has it makes SGLang's sampler on a CPU
 # sort the whole vocabulary for every request of the batch, which was half of the time of a step.
 PROMPT_TEMPERATURE = 0.8
-MIN_ANSWER_TOKENS = 8
 Thinking = Literal["default", "on", "off"]
-SENTENCE_END = re.compile(r"[.?!:](?=\s)|\n")
-PLACEHOLDER = re.compile(r"\[[A-Za-z][^\]\n]{2,40}\](?!\()|(?<!\w)<[A-Z][A-Za-z _]{2,30}>|\{\{.*?\}\}|_{4,}")
-
-
-@dataclass(frozen=True)
-class Template:
-    """The target's chat template around a first user message: what stands before it, and what ends it."""
-
-    before: str
-    end: str
-    end_ids: frozenset[int]
-
-    @classmethod
-    def of_folder(cls, folder: Path, own_prompts: bool) -> Template:
-        """Read it from a target folder; without prompts of its own only the end tokens matter. Raises GenerateError."""
-        import transformers
-
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            found = json.loads((folder / "config.json").read_text("utf-8")).get("eos_token_id")
-            end_ids = {*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id} - {None}
-            if not own_prompts:
-                return cls("", "", frozenset(end_ids))
-            marked = tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}], tokenize=False)
-        except (OSError, ValueError) as error:
-            raise GenerateError(
-                f"{folder} has no usable tokenizer with a chat template ({error}): name the target's folder."
-            ) from None
-        before, _, after = marked.partition("\x00")
-        ids = tokenizer.encode(after.strip(), add_special_tokens=False)
-        if not ids:
-            raise GenerateError(
-                f"the chat template of {folder} puts no token after a user's message, so the target's own prompts "
-                "would have no end: give prompts to answer with --prompts."
-            )
-        return cls(before, tokenizer.decode(ids[:1]), frozenset(end_ids))
 
 
 @dataclass(frozen=True)
@@ -118,38 +80,6 @@ class Plan:
             wanted = self.thinking == "on"
             body["chat_template_kwargs"] = {"thinking": wanted, "enable_thinking": wanted}
         return body
-
-
-class Rejected(ValueError):
-    """A prompt or an answer that is not worth learning from. Its text is the reason, one of few."""
-
-
-def check_prompt(text: str, overlap: Overlap) -> None:
-    """Raise Rejected unless a prompt that the target wrote reads as a request of its own."""
-    if len(text.split()) < MIN_PROMPT_WORDS:
-        raise Rejected("prompt too short")
-    if PLACEHOLDER.search(text):
-        raise Rejected("prompt with a placeholder")
-    if overlap.with_prompt(text):
-        raise Rejected("prompt of a benchmark")
-
-
-def whole_sentences(text: str) -> str:
-    """A prompt that was cut short, up to where its last whole sentence or line ends. Raises Rejected if it has none."""
-    ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    if not ends:
-        raise Rejected("prompt without an end")
-    return text[: ends[-1]]
-
-
-def worth_learning(answer_ids: Sequence[int], text: str, overlap: Overlap) -> Sequence[int]:
-    """What of an answer is worth learning from: all of it, or what comes before it loops. Raises Rejected."""
-    kept = before_loop(answer_ids) if is_looping(answer_ids) else answer_ids
-    if len(kept) < MIN_ANSWER_TOKENS:
-        raise Rejected("answer too short" if kept is answer_ids else "answer that loops")
-    if overlap.with_prompt(text):
-        raise Rejected("answer with a benchmark's text")
-    return kept
 
 
 def answer_length(output_ids: Sequence[int], max_tokens: int, end_ids: frozenset[int]) -> int:
@@ -303,13 +233,7 @@ class Generator:
 
     async def run(self) -> None:
         """Write. Raises GenerateError; what was written stays."""
-        workers = [asyncio.create_task(self._work()) for _ in range(self._plan.concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await run_workers(self._work, self._plan.concurrency)
 
     async def _work(self) -> None:
         plan, ledger = self._plan, self._ledger

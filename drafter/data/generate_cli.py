@@ -14,10 +14,11 @@ from tqdm import tqdm
 
 from drafter.arguments import key_headers, number, whole
 from drafter.data.asking import GIVE_UP_S, Endpoint, GenerateError
-from drafter.data.generate import BYTES_A_TOKEN, Outcome, Plan, Template, generate, probe
+from drafter.data.generate import BYTES_A_TOKEN, Outcome, Plan, generate, probe
 from drafter.data.ledger import Ledger
 from drafter.data.overlap import bundled_overlap
 from drafter.data.prompts import StreamedPrompts
+from drafter.data.template import Template
 
 GENERATE = """\
 examples:

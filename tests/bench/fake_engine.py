@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 
+from server.drafters import ActiveDrafter, LaunchError
 from server.engine import EngineError
-from server.launch import ActiveDrafter, LaunchError
 from tests.app_thread import AppThread
 
 

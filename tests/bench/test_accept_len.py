@@ -10,7 +10,7 @@ import pytest
 from bench import variants
 from bench.accept_len import main
 from drafter.report import check_report, read_report
-from server.launch import resolve_drafter
+from server.drafters import resolve_drafter
 from tests.bench.conftest import PROMPTS
 from tests.bench.fake_engine import FakeEngine, Script
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
-from server.engine import free_port
+from server.ports import free_port
 from tests.deploy.tools import REPO
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 

@@ -1,12 +1,14 @@
-"""Small targets and documents for the tests of capture."""
+"""Small targets, conversations and documents for the tests of capture."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from drafter.data.shard_writer import ShardWriter
-from drafter.data.shards import Document, document_name
+from drafter.data.shards import Document, ShardFolder, document_name, open_shards
 from drafter.data.tensorfile import write_tensors
 
 WIDTH, N_AUX = 4, 3
@@ -57,3 +59,40 @@ def equal(a: Document, b: Document) -> bool:
         getattr(a, name).dtype == getattr(b, name).dtype and np.array_equal(getattr(a, name), getattr(b, name))
         for name in ("input_ids", "loss_mask", "aux_hidden", "final_hidden")
     )
+
+
+def lines(count: int, past: int = 2, seed: int = 0) -> list[dict[str, Any]]:
+    """Conversations as `generate` writes them, `past` tokens beyond each answer."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        prompt, answer = rng.integers(1, 20), past + rng.integers(1, 20)
+        made.append(
+            {
+                "messages": [],
+                "input_ids": rng.integers(0, 1000, prompt).tolist(),
+                "output_ids": rng.integers(0, 1000, answer).tolist(),
+                "meta": {"past": past},
+            }
+        )
+    return made
+
+
+def write_lines(path: Path, entries: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+def check(folder: Path, entries: list[dict[str, Any]]) -> ShardFolder:
+    """Every document is the conversation of its place, with its mask, and the tensors that the engine wrote."""
+    shards = open_shards(folder, verify=True)
+    assert len(shards) == len(entries)
+    for index, entry in enumerate(entries):
+        found = shards.document(index)
+        prompt, answer, past = entry["input_ids"], entry["output_ids"], entry["meta"]["past"]
+        assert found.input_ids.tolist() == prompt + answer
+        mask = [False] * len(prompt) + [True] * (len(answer) - past) + [False] * past
+        assert found.loss_mask.tolist() == mask
+        assert np.array_equal(found.aux_hidden, hidden(found.input_ids, N_AUX * WIDTH))
+        assert np.array_equal(found.final_hidden, hidden(found.input_ids, WIDTH))
+    return shards

@@ -1,11 +1,22 @@
-"""What tests of remap share: the command, and a verifier."""
+"""What several tests share: an engine that captures, the remap command, and a verifier."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.drafter.capturing import write_target
+from tests.drafter.fake_capturing_engine import FakeCapturingEngine
 from tests.drafter.remapping import Remap, normal, verifier_of
 from tests.server.drafters import HIDDEN, VOCAB
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeCapturingEngine]:
+    """An engine that captures what it is asked to prefill."""
+    engine = FakeCapturingEngine(tmp_path / "engine", write_target(tmp_path / "target")).start()
+    yield engine
+    engine.stop()
 
 
 @pytest.fixture

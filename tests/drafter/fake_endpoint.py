@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ def prompt_of(body: Body) -> str:
 
 @dataclass
 class Cues:
-    """What it says. `status` holds one for each request that is to fail, first come first served."""
+    """What it says. `status` holds one for each of the next requests, first come first served; 200 answers."""
 
     prompt: Callable[[Body], str] = prompt_of
     prompt_ends: Callable[[Body], bool] = lambda body: True
@@ -33,11 +34,13 @@ class Cues:
 
 
 class FakeEndpoint(AppThread):
-    """`bodies` holds the path and the body of every request."""
+    """`bodies` holds the path and the body of every request; `at_once` is the most that it had at a time."""
 
     def __init__(self) -> None:
         self.cues = Cues()
         self.bodies: list[tuple[str, Body]] = []
+        self.delay_s = 0.0
+        self._running = self.at_once = 0
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -49,8 +52,15 @@ class FakeEndpoint(AppThread):
         body: Body = await request.json()
         cues = self.cues
         self.bodies.append((request.path, body))
-        if cues.status:
-            return web.json_response({"message": "busy"}, status=cues.status.pop(0))
+        self._running += 1
+        self.at_once = max(self.at_once, self._running)
+        try:
+            await asyncio.sleep(self.delay_s)
+        finally:
+            self._running -= 1
+        status = cues.status.pop(0) if cues.status else 200
+        if status != 200:
+            return web.json_response({"message": "busy"}, status=status)
         if request.path == "/v1/completions":
             reason = "stop" if cues.prompt_ends(body) else "length"
             return web.json_response({"choices": [{"text": cues.prompt(body), "finish_reason": reason}]})

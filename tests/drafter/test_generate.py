@@ -12,8 +12,10 @@ import pytest
 
 from drafter.__main__ import main
 from drafter.data.conversations import read_with_ids
-from drafter.data.generate import PLACEHOLDER, Template, answer_length, whole_sentences
+from drafter.data.generate import answer_length
 from drafter.data.prompts import load_prompts
+from drafter.data.template import Template
+from drafter.data.worth import PLACEHOLDER, whole_sentences
 from tests.drafter.fake_endpoint import ANSWER, END, FakeEndpoint, prompt_of
 
 TEMPLATE = Template("<user>", "<end>", frozenset({END}))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from server.config import Profile
-from server.launch import build_launch, resolve_drafter
+from server.drafters import resolve_drafter
+from server.launch import build_launch
 from tests.server import resolution
 from tests.tiny import TinyPair
 

@@ -19,7 +19,7 @@ from bench.load import Endpoint, Sampling, send_block
 from bench.lossless import Question, ask_gaps
 from drafter.data.prompts import Prompt
 from drafter.report import read_report
-from server.engine import port_is_free
+from server.ports import port_is_free
 from tests.engine.pool import EnginePool
 from tests.engine.served import Served, on
 from tests.tiny import TinyPair

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from server.engine import free_port
 from server.keep import read_record
+from server.ports import free_port
 from tests.engine.profiles import profile_text
 
 pytestmark = pytest.mark.engine

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from server.config import Profile
-from server.engine import Engine, free_port
+from server.engine import Engine
 from server.launch import Node
+from server.ports import free_port
 from tests.engine.conftest import EnginePool
 from tests.engine.kimi import PROFILES, on_cpu, start_of
 from tests.engine.profiles import cores_of_two_ranks

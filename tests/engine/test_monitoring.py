@@ -20,7 +20,7 @@ import yaml
 
 from server.auth import add_key
 from server.config import Limits
-from server.engine import free_port
+from server.ports import free_port
 from tests.deploy.test_runbooks import RUNBOOKS, commands
 from tests.deploy.tools import tool
 from tests.engine.conftest import EnginePool

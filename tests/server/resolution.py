@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from drafter.roofline import gpu_of
+from server.capture import plan_capture
 from server.config import Profile, load_profile
+from server.drafters import ActiveDrafter, resolve_drafter
 from server.known import find
-from server.launch import ActiveDrafter, Launch, Node, build_launch, plan_capture, resolve_drafter
+from server.launch import Launch, Node, build_launch
 
 REPO = Path(__file__).parents[2]
 PROFILES = sorted((REPO / "deploy/profiles").glob("kimi-*.toml"))

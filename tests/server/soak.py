@@ -28,7 +28,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.engine import free_port
+from server.ports import free_port
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine
 
 REPO = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from server.cli import main
-from server.engine import free_port
 from server.enginekeys import KeyFileError, read_keys, write_new_keys
 from server.health import drafter_of
+from server.ports import free_port
 from tests.server.fake_engine import wait_until
 from tests.server.test_engine import PROFILE
 from tests.server.test_serve import Served

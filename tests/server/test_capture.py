@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from drafter.data.spool import spool_of
+from server.capture import plan_capture
 from server.config import ProfileError, load_profile
+from server.drafters import LaunchError, resolve_drafter
 from server.engine import Engine, EngineError
-from server.launch import LaunchError, build_launch, child_environment, plan_capture, resolve_drafter
+from server.launch import build_launch, child_environment
 from tests.server.drafters import write_drafter
 from tests.server.fake_profile import FAKE, MINE, PROFILE
 

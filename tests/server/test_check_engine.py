@@ -14,7 +14,8 @@ import pytest
 from server import check_engine
 from server.cli import main
 from server.config import load_profile
-from server.launch import Node, build_launch, resolve_drafter
+from server.drafters import resolve_drafter
+from server.launch import Node, build_launch
 
 REPO = Path(__file__).parents[2]
 PROFILES = sorted((REPO / "deploy/profiles").glob("*.toml"))

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from server.config import load_profile
+from server.drafters import LaunchError
 from server.engine import Engine, EngineError
-from server.launch import LaunchError
 from tests.server.fake_profile import FAKE, PROFILE
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from server.cli import main
 from server.config import load_profile
-from server.launch import Node, build_launch, resolve_drafter
+from server.drafters import resolve_drafter
+from server.launch import Node, build_launch
 from tests.server.resolution import (
     DATA,
     GOLDEN,

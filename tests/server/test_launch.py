@@ -13,17 +13,10 @@ import pytest
 from drafter.checkpoint.folder import DrafterError
 from drafter.checkpoint.preflight import read_folder
 from server.config import load_profile
-from server.launch import (
-    LaunchError,
-    Node,
-    build_launch,
-    changed_arguments,
-    check_drafter,
-    child_environment,
-    ngram_obstacle,
-    resolve_drafter,
-)
+from server.drafters import LaunchError, check_drafter, resolve_drafter
+from server.launch import Node, build_launch, child_environment, ngram_obstacle
 from server.plan import warned, warnings_of
+from server.resolved import changed_arguments
 from tests.server.drafters import DRAFT_VOCAB, llama_tensors, write_drafter
 
 REPO = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import pytest
 
 from server.auth import add_key, revoke_key
 from server.config import Limits
-from server.engine import free_port
+from server.ports import free_port
 from tests.server.fake_engine import ADMIN_KEY, API_KEY
 from tests.server.test_engine import PROFILE, gone
 from tests.server.test_serve import Served

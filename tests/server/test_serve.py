@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from server.engine import free_port
+from server.ports import free_port
 from tests.server.fake_profile import FAKE, PROFILE
 from tests.server.test_engine import gone
 

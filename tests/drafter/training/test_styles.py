@@ -9,10 +9,10 @@ import torch
 
 from drafter.checkpoint.preflight import read_folder
 from drafter.training.attention import Layout
-from drafter.training.cli import add_train
 from drafter.training.errors import TrainingError
 from drafter.training.model import load_drafter
 from drafter.training.target import load_target
+from drafter.training.train_cli import add_train
 from tests.drafter.training.shard_folder import write_shards
 from tests.tiny.eagle import load
 

@@ -14,16 +14,17 @@ from drafter.checkpoint.manifest import read_manifest
 from drafter.checkpoint.preflight import read_folder
 from drafter.checkpoint.vocab import DraftVocab
 from drafter.data.shards import ShardError, join_shards, open_shards
-from drafter.training.cli import add_evaluate, add_train
 from drafter.training.compatible import differences
 from drafter.training.defaults import FINETUNE, SCRATCH
 from drafter.training.documents import Documents, split_fraction
 from drafter.training.errors import TrainingError
+from drafter.training.evaluate_cli import add_evaluate
 from drafter.training.initial import fit_fc, new_drafter
 from drafter.training.model import load_drafter
 from drafter.training.shape import Shape, drafter_config
 from drafter.training.target import load_target
 from drafter.training.train import Options, Run
+from drafter.training.train_cli import add_train
 from tests.drafter.training.shard_folder import write_shards
 from tests.tiny.eagle import load
 

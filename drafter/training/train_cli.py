@@ -1,15 +1,14 @@
-"""The verbs `train` and `evaluate` of python -m drafter. torch is imported when one of them runs, not before."""
+"""The verb `train` of python -m drafter. torch is imported when it runs, not before."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from drafter.arguments import number, whole
+from drafter.training.command import add_command, add_common, torch_of
 from drafter.training.defaults import FINETUNE, KIMI_HIDDEN, SCRATCH
 
 TRAIN = """Train an EAGLE-3 drafter on captured hidden states, from scratch or from an existing one.
@@ -28,20 +27,11 @@ TRAIN_EXAMPLES = """examples:
   python -m drafter train --shards shards --target models/smollm2 --from drafters/a --out runs/b --epochs 1
   torchrun --nproc-per-node 8 -m drafter train --device cuda --batch-tokens 16384 --shards shards --target models/k2 ...
 """
-EVALUATE = """Predict what an engine would accept: walk greedy answers, the drafter's own guesses fed back.
-
-The documents are a prompt, the target's greedy answer (the loss mask) and at least as many tokens past it as there are
-draft steps, generated with the end token ignored. Figures are per verify step, the ones that serving counts.
-"""
-EVALUATE_EXAMPLES = """examples:
-  python -m drafter evaluate --drafter runs/a/drafter --shards held-out --target models/smollm2 --num-steps 3
-  python -m drafter evaluate --drafter runs/a/drafter --shards held-out --target models/smollm2 --oracle-hidden --json
-"""
 
 
 def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `train`; its arguments carry `run`, a function from arguments to an exit code."""
-    command = _command(subparsers, "train", "train a drafter on captured hidden states", TRAIN, TRAIN_EXAMPLES)
+    command = add_command(subparsers, "train", "train a drafter on captured hidden states", TRAIN, TRAIN_EXAMPLES)
     command.set_defaults(run=run_train)
     command.add_argument(
         "--shards",
@@ -161,26 +151,7 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     precision.add_argument("--bf16", action="store_true", help="products in bf16, weights in fp32")
     precision.add_argument("--fp32", action="store_true", help="products in fp32 (default: the machine's faster one)")
     how.add_argument("--export-fp32", action="store_true", help="write the drafter in fp32 (default: bf16)")
-    _common(command)
-
-
-def add_evaluate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `evaluate`; its arguments carry `run`, a function from arguments to an exit code."""
-    text = "predict the acceptance length of a drafter"
-    command = _command(subparsers, "evaluate", text, EVALUATE, EVALUATE_EXAMPLES)
-    command.set_defaults(run=run_evaluate)
-    command.add_argument("--drafter", type=Path, required=True, metavar="DIR", help="a drafter folder")
-    command.add_argument("--shards", type=Path, required=True, metavar="DIR", help="captured greedy answers")
-    command.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's folder")
-    command.add_argument("--num-steps", type=whole(), default=3, metavar="N", help="draft steps, as served (3)")
-    command.add_argument("--limit", type=whole(), metavar="N", help="only so many documents")
-    command.add_argument(
-        "--oracle-hidden",
-        action="store_true",
-        help="later steps get the target's own features: tells a faulty roll-out from a weak first step",
-    )
-    command.add_argument("--bf16", action="store_true", help="products in bf16 (default: fp32)")
-    _common(command)
+    add_common(command)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -205,7 +176,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from drafter.training.target import load_target
     from drafter.training.train import Options, Run, check_warm_start
 
-    torch = _torch(arguments)
+    torch = torch_of(arguments)
     a = arguments
     keep_memory()
     ranks = join_ranks(torch.device(a.device))
@@ -330,72 +301,3 @@ def _check_start(a: argparse.Namespace, shape: list[str]) -> None:
     alone = [flag for flag, value in (("--probe", a.probe), ("--remapped-from", a.remapped_from)) if value]
     if alone and not a.parent:
         raise TrainingError(f"{', '.join(alone)}: of a drafter that is trained on, and there is none: add --from.")
-
-
-def run_evaluate(arguments: argparse.Namespace) -> int:
-    """Walk and print. Raises ValueError with a sentence for what a person must change."""
-    from drafter.data.shards import open_shards
-    from drafter.training.compatible import check_drafter, check_shards
-    from drafter.training.evaluate import evaluate
-    from drafter.training.model import load_drafter
-    from drafter.training.target import load_target
-
-    torch = _torch(arguments)
-    a = arguments
-    shards, target = open_shards(a.shards), load_target(a.target)
-    check_shards(shards, target)
-    check_drafter(a.drafter, shards)
-    found = evaluate(
-        load_drafter(a.drafter, target.embed_VH),
-        shards,
-        a.num_steps,
-        a.oracle_hidden,
-        torch.bfloat16 if a.bf16 else torch.float32,
-        a.limit,
-    ).summary()
-    facts = {"drafter": str(a.drafter), "shards": str(a.shards), "oracle_hidden": a.oracle_hidden}
-    print(json.dumps(facts | found) if a.json else render(found))
-    return 0
-
-
-def render(found: dict[str, Any]) -> str:
-    """An evaluation for a person: a line for each draft step."""
-
-    def rate(value: float | None) -> str:
-        return "    -" if value is None else f"{value:.3f}"
-
-    steps = zip(found["full_acc"], found["cond_acc"], strict=True)
-    return "\n".join(
-        [
-            f"acceptance length {found['acceptance_length']:.3f} at {found['num_steps']} draft steps, "
-            f"{sum(found['histogram'])} verify steps of {len(found['documents'])} answers",
-            f"without loops {rate(found['acceptance_length_no_loops'])}, flatness {rate(found['flatness'])}, "
-            f"out of vocabulary {found['oov_rate']:.1%}",
-            "step  full_acc  cond_acc",
-            *(f"{k:>4}  {rate(full):>8}  {rate(cond):>8}" for k, (full, cond) in enumerate(steps)),
-        ]
-    )
-
-
-def _command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, about: str, examples: str
-) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        name, help=text, description=about, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
-def _common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--threads", type=whole(), metavar="N", help="torch's threads (default: its own choice)")
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
-
-
-def _torch(arguments: argparse.Namespace) -> Any:
-    try:
-        import torch
-    except ModuleNotFoundError:
-        print("eyas: training needs torch, which is not installed: pip install 'eyas[drafter]'.", file=sys.stderr)
-        raise SystemExit(1) from None
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    return torch
