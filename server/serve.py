@@ -22,6 +22,7 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
+from server.connection import Connection
 from server.engine import Engine, loopback_of, port_obstacle, vocab_size_of
 from server.enginekeys import EngineKeys, read_keys
 from server.gateway import LOOPBACK, Gateway
@@ -95,6 +96,8 @@ def listener(app: object, host: str, port: int, certificate: Path | None = None,
             log_config=None,
             access_log=False,
             lifespan="on",
+            http=Connection,
+            ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=3,
             server_header=False,

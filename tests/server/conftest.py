@@ -18,6 +18,7 @@ from server.app import create_app
 from server.arms import Arm
 from server.cli import main
 from server.config import GatewayTable
+from server.connection import Connection
 from server.gateway import Gateway as Core
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 
@@ -33,7 +34,8 @@ class Gateway:
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=5))
+        config = uvicorn.Config(self.app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=5)
+        self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def start(self) -> Gateway:
