@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
 from server.arms import Arm
+from server.auth import KeyRing
 from server.cli import main
 from server.config import GatewayTable
 from server.connection import Connection
@@ -77,9 +78,9 @@ def gateways(fake: FakeEngine) -> Iterator[Callable[..., Gateway]]:
     """Starts gateways before the fake, with changes to the gateway's table."""
     running = []
 
-    def start(**changes: Any) -> Gateway:
+    def start(keys: KeyRing | None = None, **changes: Any) -> Gateway:
         arm = Arm("main", fake.url, API_KEY, ADMIN_KEY, MODEL, "little-eagle", state="ready")
-        running.append(Gateway(arm, GatewayTable(**changes)).start())
+        running.append(Gateway(arm, GatewayTable(**changes), keys=keys).start())
         return running[-1]
 
     yield start
