@@ -31,6 +31,7 @@ WELL = frozenset(("ok", "refused", "busy"))
 ILL = frozenset(("unreachable", "died", "timeout"))  # not error: one client's odd request must not close an arm to all
 WORTH_ANOTHER = frozenset(("unreachable", "died", "busy"))  # not a timeout: the engine may still be at work on it
 UNBOUNDED = 1 << 30  # slots of an engine that nobody limits
+_LATER = {"retry-after": str(RETRY_AFTER_LOADING_S)}
 STICKY_TEXT = 1024  # characters of a prompt that make it the same conversation
 
 
@@ -106,9 +107,11 @@ class Arms:
 
     @property
     def capacity(self) -> int:
-        """Slots of all arms that take requests now."""
+        """Slots of all arms that take requests now. An arm without a weight adds none, unless no other is up: its only
+        requests are an administrator's."""
         now = self.clock()
-        taking = [arm for arm in self.members if arm.state == "ready" and arm.breaker.state(now) != "open"]
+        up = [arm for arm in self.members if arm.state == "ready" and arm.breaker.state(now) != "open"]
+        taking = [arm for arm in up if arm.weight > 0] or up
         return min(UNBOUNDED, sum(UNBOUNDED if arm.capacity is None else arm.capacity for arm in taking))
 
     def replace(self, name: str, members: Collection[Arm]) -> None:
@@ -132,8 +135,8 @@ class Arms:
         now = self.clock()
         if len(self.members) == 1 and call.arm_wish is None:
             arm = self.members[0]
-            if not arm.takes(now):
-                raise self.unavailable(self.members)
+            if not arm.takes(now) or not arm.weight:
+                raise self.unavailable()
         else:
             asked = self._asked(call.arm_wish)
             found = [arm for arm in asked if arm.takes(now)]
@@ -141,7 +144,7 @@ class Arms:
                 raise self.unavailable(asked)
             arm = self._best(call, found)
         arm.inflight += 1
-        arm.breaker.sent()
+        arm.breaker.sent(now)
         for shadow in self.shadows:
             shadow.offer(call)
         return arm
@@ -158,8 +161,13 @@ class Arms:
             return None
         arm = self._best(call, found)
         arm.inflight += 1
-        arm.breaker.sent()
+        arm.breaker.sent(now)
         return arm
+
+    def began(self, arm: Arm) -> None:
+        """An answer's first frame has come: how long the rest takes says nothing of the engine any more."""
+        if arm.breaker.trying and arm.breaker.succeeded():
+            self.on_change()
 
     def report(self, arm: Arm, outcome: Outcome) -> None:
         """How an attempt on `arm` ended: once for each choice."""
@@ -187,6 +195,8 @@ class Arms:
     def unavailable(self, asked: Collection[Arm] | None = None) -> ApiError:
         """The 503 that says why none of these takes a request, and when to try again."""
         arms = self._asked(None) if asked is None else asked
+        if not arms:
+            return ApiError(503, "no arm has a weight.", code="engine_down", headers=_LATER)
         broken = [arm for arm in arms if arm.state == "ready"]
         if broken:
             wait = min(arm.breaker.wait_s(self.clock()) for arm in broken)
@@ -196,7 +206,7 @@ class Arms:
         detail = next((arm.detail for arm in arms if arm.detail), "")
         message = detail or ("the model is loading" if loading else "the engine is down")
         code = "model_loading" if loading else "engine_down"
-        return ApiError(503, f"{message}.", code=code, headers={"retry-after": str(RETRY_AFTER_LOADING_S)})
+        return ApiError(503, f"{message}.", code=code, headers=_LATER)
 
     def _asked(self, pinned: str | None) -> list[Arm]:
         if pinned is None:

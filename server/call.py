@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # The gateway sets these itself; a client's own are read and then dropped, so that none stands there twice.
 OWN_FIELDS = ("rid", "return_spec_tokens_details", "stream_options")
 MAX_ANSWERS = 128  # of one prompt, as OpenAI's API has it
+MAX_DEPTH = 128  # of a body: half of what orjson can write again, and no schema of a tool comes near it
+_SHORT = reprlib.Repr()  # a client's own value within an error
+_SHORT.maxlevel, _SHORT.maxstring = 2, 100
 
 
 def new_rid() -> str:
@@ -111,16 +115,18 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int
         raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
     if not isinstance(asked, dict):
         raise ApiError(400, f"the body is a JSON {type(asked).__name__}, expected an object.", code="invalid_json")
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and _deeper(asked, MAX_DEPTH):
+        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
     model = asked.get("model")
     if not isinstance(model, str):
         raise ApiError(400, f"'model' is missing or no string: this server serves {served_name!r}.", param="model")
     if model != served_name:
-        message = f"model {model!r} does not exist: this server serves {served_name!r}."
+        message = f"model {_SHORT.repr(model)} does not exist: this server serves {served_name!r}."
         raise ApiError(404, message, code="model_not_found", param="model")
     stream = _flag(asked, "stream")
     options = asked.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise ApiError(400, f"'stream_options' is {options!r}, expected an object.", param="stream_options")
+        raise ApiError(400, f"'stream_options' is {_SHORT.repr(options)}, expected an object.", param="stream_options")
     added: dict[str, Any] = {"rid": rid, "return_spec_tokens_details": True}
     if stream:
         added["stream_options"] = {**(options or {}), "include_usage": True}
@@ -143,6 +149,22 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int
         structured=_structured(asked),
         asked=asked,
     )
+
+
+def _deeper(document: dict[str, Any], levels: int) -> bool:
+    """Whether objects and lists stand in each other more than so many levels deep: the engine's JSON, and ours when it
+    writes a body anew, give up on such a body with an error of their own."""
+    level: list[Any] = [document]
+    for _ in range(levels):
+        level = [
+            held
+            for each in level
+            for held in (each.values() if isinstance(each, dict) else each)
+            if isinstance(held, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _structured(asked: dict[str, Any]) -> bool:
@@ -183,7 +205,7 @@ def _check_ids(ids: list[Any], vocab_size: int | None) -> None:
     for token in ids:
         if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):
             below = f" below {vocab_size:,}" if vocab_size else ""
-            raise ApiError(400, f"'prompt' holds {token!r}, expected token ids{below}.", param="prompt")
+            raise ApiError(400, f"'prompt' holds {_SHORT.repr(token)}, expected token ids{below}.", param="prompt")
 
 
 def _answers(n: Any) -> int:
@@ -191,7 +213,7 @@ def _answers(n: Any) -> int:
     if n is None:
         return 1
     if type(n) is not int or not 1 <= n <= MAX_ANSWERS:
-        raise ApiError(400, f"'n' is {n!r}, expected a whole number from 1 to {MAX_ANSWERS}.", param="n")
+        raise ApiError(400, f"'n' is {_SHORT.repr(n)}, expected a whole number from 1 to {MAX_ANSWERS}.", param="n")
     return n
 
 
@@ -200,7 +222,7 @@ def _flag(asked: dict[str, Any], name: str) -> bool:
     value = asked.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise ApiError(400, f"{name!r} is {value!r}, expected true or false.", param=name)
+    raise ApiError(400, f"{name!r} is {_SHORT.repr(value)}, expected true or false.", param=name)
 
 
 async def read_body(heads: Mapping[bytes, bytes], receive: Receive, limit: int, timeout_s: float) -> bytes:

@@ -262,7 +262,8 @@ class GatewayTable(Table):
     keys_file: who may come in (relative to the profile's folder; EYAS_KEYS_FILE wins). limits: of each key that sets
     none of its own, and of everyone together where there are no keys. max_inflight: answers made at once, by default
     the engines' own maximum. queue_limit: requests that may wait for a slot. drain_timeout_s: how long running requests
-    may go on after SIGTERM. tls_certificate, tls_key: PEM files of the public listener, else it speaks plain HTTP.
+    may go on after SIGTERM. unread_timeout_s: how long a client may take nothing of its stream. tls_certificate,
+    tls_key: PEM files of the public listener, else it speaks plain HTTP.
     tracing_endpoint: an OpenTelemetry collector's OTLP/HTTP address.
     """
 
@@ -286,6 +287,7 @@ class GatewayTable(Table):
     connect_timeout_s: Seconds = 5.0
     prefill_timeout_s: Seconds = 600.0
     decode_timeout_s: Seconds = 120.0
+    unread_timeout_s: Seconds = 60.0
     request_timeout_s: Seconds = 3600.0
     heartbeat_after_s: Seconds = 10.0
 

@@ -38,10 +38,11 @@ STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering
 SAID = ("content", "tool_calls", "reasoning_content")
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 
-End = Literal["gone", "silent", "late", "stopping"]
+End = Literal["gone", "silent", "late", "unread", "stopping"]
 ENDS = {
     "silent": (ApiError(504, "the engine was silent for too long.", code="engine_timeout"), "timeout"),
     "late": (ApiError(504, "the answer took longer than a request may.", code="request_timeout"), "deadline"),
+    "unread": (ApiError(408, "the answer was not read for too long.", code="client_timeout"), "unread"),
     "stopping": (ApiError(503, "the server is stopping.", code="server_stopping"), "stopping"),
 }
 
@@ -59,7 +60,8 @@ class Fault(Exception):
 class Exchange:
     """One call and its answer. `status` is what the client got: 499 where it left first, 500 where nothing was sent.
 
-    arm: where the call was sent last, None before. tokens: what a finished answer used, prompt included.
+    arm: where the call was sent last, None before. tokens: what a finished answer used, prompt included; of a stream
+    that was cut, its pieces, since the usage comes last.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Exchange:
         # When the engine last gave a sign of life; infinite while it is somebody else that is waited for.
         self.alive_at = math.inf
         self.next_ping_at = math.inf
+        self.stuck_since: tuple[float, int] | None = None  # and at which piece, while the client takes none
 
     @property
     def age_s(self) -> float:
@@ -110,6 +113,7 @@ class Exchange:
         finally:
             watch.cancel()
             self.timer.cancel()
+            self.tokens = self.tokens or self.frames.pieces
 
     def stop(self, end: End) -> None:
         """End this exchange for a reason that is not the answer's end."""
@@ -129,6 +133,8 @@ class Exchange:
             self.stop("late")
         elif now >= self._silent_at():
             self.stop("silent")
+        elif self._unread(now):
+            self.stop("unread")
         else:
             if now >= self.next_ping_at and self.first_frame_at is None:
                 self.next_ping_at = now + self.relay.gateway.heartbeat_after_s
@@ -140,7 +146,7 @@ class Exchange:
         gateway = self.relay.gateway
         if not self.call.stream:
             return self.late_at - now
-        until = min(self.late_at, self._silent_at(), now + gateway.decode_timeout_s)
+        until = min(self.late_at, self._silent_at(), now + gateway.decode_timeout_s, now + gateway.unread_timeout_s)
         if self.first_frame_at is None:
             until = min(until, self.next_ping_at, now + gateway.heartbeat_after_s)
         return max(0.0, until - now)
@@ -152,6 +158,17 @@ class Exchange:
             return math.inf
         begun = self.first_frame_at is not None
         return self.alive_at + (gateway.decode_timeout_s if begun else gateway.prefill_timeout_s)
+
+    def _unread(self, now: float) -> bool:
+        """Whether the client has taken nothing for too long, by two looks at least: it would keep its slot for ever."""
+        sending = self.first_frame_at is not None and self.alive_at == math.inf
+        if not sending:
+            self.stuck_since = None
+        elif self.stuck_since is None or self.stuck_since[1] != self.frames.pieces:
+            self.stuck_since = (now, self.frames.pieces)
+        else:
+            return now - self.stuck_since[0] >= self.relay.gateway.unread_timeout_s
+        return False
 
     async def _ping(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:
@@ -207,7 +224,9 @@ class Exchange:
             # By now the engine's connection is closed, which is what stops it; the abort comes after.
             if not self.finished:
                 self.relay.abort(self.call, arm)
-            self.relay.arms.report(arm, "timeout" if self.end in ("silent", "late") else "gone")
+            # Past the first frame, the deadline is the answer's length, or a client that reads slowly.
+            hangs = self.end == "silent" or (self.end == "late" and self.first_frame_at is None)
+            self.relay.arms.report(arm, "timeout" if hangs else "gone")
             raise
         except Fault as found:
             fault = found
@@ -241,11 +260,11 @@ class Exchange:
             if response.status != 200:
                 raise _refusal(engine_answered(response.status, await _read_error(response)))
             if self.call.stream:
-                await self._relay_stream(response)
+                await self._relay_stream(arm, response)
             else:
                 await self._relay_plain(response)
 
-    async def _relay_stream(self, response: aiohttp.ClientResponse) -> None:
+    async def _relay_stream(self, arm: Arm, response: aiohttp.ClientResponse) -> None:
         frames, send, content = self.frames, self.send, response.content
         while not frames.done and (chunk := await content.readany()):
             block = frames.feed(chunk)
@@ -258,6 +277,7 @@ class Exchange:
                 if frames.error is not None and PIECE not in block and not self.started:
                     raise _refusal(engine_framed(frames.error))
                 self.first_frame_at = perf_counter()
+                self.relay.arms.began(arm)
                 self.call.forget()
                 if not self.started:
                     await self._start(200, [_content_type(response, STREAM_TYPE), *STREAM_HEADERS])

@@ -7,11 +7,13 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import PurePath
 from time import monotonic
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
 from server.arms import Arm, Arms
 
@@ -50,14 +52,15 @@ class RemoteArm:
         """Look after the engines until cancelled."""
         while True:
             if monotonic() >= self._resolve_at:
-                await self.refresh()
+                await self.refresh(partial(self.probe, session))
                 self._resolve_at = monotonic() + RESOLVE_S
             await asyncio.gather(*(self.probe(session, arm) for arm in list(self.members.values())))
             self.arms.on_change()  # a breaker may have become half-open meanwhile
             await asyncio.sleep(PROBE_S)
 
-    async def refresh(self) -> None:
-        """Look the name up. Where that fails, what is known stays."""
+    async def refresh(self, acquaint: Callable[[Arm], Awaitable[None]]) -> None:
+        """Look the name up. Where that fails, what is known stays. New engines are asked whether they are ready before
+        the old ones go: in between there would be none, and whoever waits would be turned away."""
         parts = urlsplit(self.pattern.url)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         if parts.scheme == "https" or _is_address(host) or self.pattern.name not in self.arms.names:
@@ -72,7 +75,12 @@ class RemoteArm:
             urls = [self.pattern.url]  # the name, which its server may want to hear
         if not urls or set(urls) == set(self.members):
             return
-        self.members = {url: self.members.get(url) or self._member(url) for url in urls}
+        members = {url: self.members.get(url) or self._member(url) for url in urls}
+        await asyncio.gather(*(acquaint(arm) for url, arm in members.items() if url not in self.members))
+        weight = next(iter(self.members.values())).weight  # it may have been moved meanwhile
+        for arm in members.values():
+            arm.weight = weight
+        self.members = members
         self.arms.replace(self.pattern.name, list(self.members.values()))
         logger.info("arm %s: %s is %s", self.pattern.name, host, ", ".join(found))
 
@@ -98,7 +106,7 @@ class RemoteArm:
         async with session.get(f"{arm.url}/server_info", headers=headers, timeout=timeout) as answer:
             if answer.status in (401, 403):
                 return f"the engine refuses our key ({answer.status}): correct engine_keys_file"
-            said = await answer.json(content_type=None) if answer.status == 200 else {}
+            said = await answer.json(content_type=None, loads=orjson.loads) if answer.status == 200 else {}
         found = said if isinstance(said, dict) else {}
         served = found.get("served_model_name")
         if served is not None and served != arm.served_name:
@@ -153,7 +161,8 @@ def capacity_of(info: dict[str, object]) -> int | None:
 def drafter_of(info: dict[str, object]) -> str:
     """The drafter by /server_info: its folder's name, or the algorithm of one without weights, or none."""
     path = info.get("speculative_draft_model_path")
-    return PurePath(path).name if isinstance(path, str) else str(info.get("speculative_algorithm") or "none").lower()
+    name = PurePath(path).name if isinstance(path, str) else str(info.get("speculative_algorithm") or "none").lower()
+    return name if name.isprintable() else UNKNOWN  # it goes into a header of each answer
 
 
 def _is_address(host: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Collection, Iterator
@@ -22,6 +23,7 @@ from server.app import create_app
 from server.arms import Arm
 from server.auth import AdminKey, KeyRing
 from server.config import ArmTable, GatewayTable, Profile, ProfileError, load_profile
+from server.connection import Connection
 from server.drafters import ActiveDrafter, resolve_drafter
 from server.engine import Engine
 from server.enginekeys import EngineKeys, read_keys
@@ -81,7 +83,15 @@ def serve(profile: Profile, asked: Asked, version: str) -> int:
         obstacle = port_obstacle(host, number or 0)
         if obstacle:
             raise ProfileError(obstacle.replace("--port", fix))
+    _allow_descriptors()
     return _Service(profile, asked, table, version).run()
+
+
+def _allow_descriptors() -> None:
+    """As many open files as this process may have: a request takes two, and a shell's limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listener(app: object, host: str, port: int, certificate: Path | None = None, key: Path | None = None) -> Listener:
@@ -98,6 +108,8 @@ def listener(app: object, host: str, port: int, certificate: Path | None = None,
             log_config=None,
             access_log=False,
             lifespan="on",
+            http=Connection,
+            ws="none",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=3,
             server_header=False,

@@ -16,8 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
 from server.arms import Arm
+from server.auth import KeyRing
 from server.cli import main
 from server.config import GatewayTable
+from server.connection import Connection
 from server.gateway import Gateway as Core
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 
@@ -33,7 +35,8 @@ class Gateway:
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=5))
+        config = uvicorn.Config(self.app, http=Connection, ws="none", log_level="warning", timeout_graceful_shutdown=5)
+        self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def start(self) -> Gateway:
@@ -75,9 +78,9 @@ def gateways(fake: FakeEngine) -> Iterator[Callable[..., Gateway]]:
     """Starts gateways before the fake, with changes to the gateway's table."""
     running = []
 
-    def start(**changes: Any) -> Gateway:
+    def start(keys: KeyRing | None = None, **changes: Any) -> Gateway:
         arm = Arm("main", fake.url, API_KEY, ADMIN_KEY, MODEL, "little-eagle", state="ready")
-        running.append(Gateway(arm, GatewayTable(**changes)).start())
+        running.append(Gateway(arm, GatewayTable(**changes), keys=keys).start())
         return running[-1]
 
     yield start

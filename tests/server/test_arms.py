@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from server.arms import Arm, Arms, sticky_key
-from server.breaker import BREAK_AFTER, OPEN_S, Breaker, RetryBudget
+from server.breaker import BREAK_AFTER, OPEN_S, TRIAL_S, Breaker, RetryBudget
 from server.call import Call
 from server.errors import ApiError
-from server.health import RemoteArm, capacity_of
+from server.health import UNKNOWN, RemoteArm, capacity_of, drafter_of
 from tests.server.fake_engine import API_KEY, MODEL, FakeEngine
 from tests.server.test_admission import Clock
 
@@ -129,15 +131,50 @@ def test_a_breaker_opens_lets_one_try_and_closes() -> None:
     assert opened and breaker.state(10.0) == "open" and not breaker.lets_in(10.0)
     later = 10.0 + OPEN_S
     assert breaker.state(later) == "half-open" and breaker.lets_in(later)
-    breaker.sent()
+    breaker.sent(later)
     assert not breaker.lets_in(later), "one trial at a time"
     breaker.abandoned()
     assert breaker.lets_in(later)
-    breaker.sent()
+    breaker.sent(later)
     assert breaker.failed(later)
     assert not breaker.lets_in(later + OPEN_S) and breaker.lets_in(later + 2 * OPEN_S)
-    breaker.sent()
+    breaker.sent(later)
     assert breaker.succeeded() and breaker.state(later) == "closed"
+
+
+def opened(at: float) -> Breaker:
+    breaker = Breaker()
+    for _ in range(BREAK_AFTER):
+        breaker.failed(at)
+    assert breaker.state(at) == "open"
+    return breaker
+
+
+def test_failures_of_requests_sent_earlier_do_not_lengthen_the_pause() -> None:
+    breaker = opened(0.0)
+    for _ in range(20):
+        assert not breaker.failed(0.1)
+    breaker.sent(OPEN_S)
+    assert breaker.failed(OPEN_S)
+    assert not breaker.failed(OPEN_S), "of a second trial, sent before the first one's end"
+    assert breaker.lets_in(3 * OPEN_S) and not breaker.lets_in(3 * OPEN_S - 0.1)
+
+
+def test_a_closed_breaker_counts_at_once_though_it_was_open_just_now() -> None:
+    breaker = opened(0.0)
+    assert breaker.succeeded()  # a request that was sent before
+    for _ in range(BREAK_AFTER):
+        turned = breaker.failed(0.1)
+    assert turned and not breaker.lets_in(OPEN_S) and breaker.lets_in(OPEN_S + 0.1)
+
+
+def test_a_trial_that_takes_long_keeps_nobody_out_for_long() -> None:
+    breaker = opened(0.0)
+    breaker.sent(OPEN_S)
+    assert not breaker.lets_in(OPEN_S + TRIAL_S - 0.1) and breaker.lets_in(OPEN_S + TRIAL_S)
+    breaker.sent(OPEN_S + TRIAL_S)
+    assert not breaker.lets_in(OPEN_S + TRIAL_S)
+    assert breaker.wait_s(OPEN_S + TRIAL_S) == TRIAL_S
 
 
 def test_an_arm_that_fails_is_left_alone_and_its_share_goes_to_the_others() -> None:
@@ -211,23 +248,118 @@ def test_a_name_with_several_addresses_is_several_engines() -> None:
 
         arms = Arms([arm("other"), arm("far", 2.0, url="http://engines.svc:30000")])
         remote = RemoteArm(arms, arms.members[1], resolve=resolve)
-        await remote.refresh()
-        assert [each.url for each in arms.members[1:]] == ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
-        assert {(each.name, each.weight, each.state) for each in arms.members[1:]} == {("far", 2.0, "starting")}
+        away = arms.members[1]
+
+        async def acquaint(new: Arm) -> None:
+            assert away in arms.members or stays in arms.members, "until the new ones are known, the old ones serve"
+            met.append(new.url)
+            arms.set_weights({"far": arms.members[1].weight})
+            new.state = "ready"
+
+        met: list[str] = []
+        await remote.refresh(acquaint)
+        assert met == [each.url for each in arms.members[1:]] == ["http://10.0.0.1:30000", "http://10.0.0.2:30000"]
+        assert {(each.name, each.weight, each.state) for each in arms.members[1:]} == {("far", 2.0, "ready")}
         stays = arms.members[2]
         arms.set_weights({"far": 0.5})
         known[0] = "fd00::7"
-        await remote.refresh()
+        await remote.refresh(acquaint)
         assert {each.url for each in arms.members[1:]} == {"http://[fd00::7]:30000", "http://10.0.0.2:30000"}
         assert stays in arms.members and {each.weight for each in arms.members[1:]} == {0.5}
         known.clear()
-        await remote.refresh()
+        await remote.refresh(acquaint)
         assert len(arms.members) == 3, "a name that cannot be looked up changes nothing"
         known.append("10.0.0.9")
-        await remote.refresh()
+        await remote.refresh(acquaint)
         assert [each.url for each in arms.members[1:]] == ["http://engines.svc:30000"]
+        assert met == [f"http://{each}:30000" for each in ("10.0.0.1", "10.0.0.2", "[fd00::7]", "engines.svc")]
 
     asyncio.run(test())
+
+
+def test_who_waits_outlives_a_name_that_gets_other_addresses(gateways: Any, fake: FakeEngine) -> None:
+    """One engine more, and then one fewer: at no time is there none, which would turn the queue away."""
+    gateway = gateways(max_inflight=1)
+    other = fake.url.replace("127.0.0.1", "127.0.0.2")
+    changes: list[int] = []
+    before = gateway.core.arms.on_change
+    gateway.core.arms.on_change = lambda: (before(), changes.append(gateway.core.arms.capacity))[0]
+    known = ["127.0.0.1", "127.0.0.2"]
+    gateway.core.arms.members[0].url = f"http://localhost:{fake.url.rpartition(':')[2]}"
+
+    async def resolve(host: str, port: int) -> list[str]:
+        return list(known)
+
+    remote = RemoteArm(gateway.core.arms, gateway.core.arms.members[0], resolve=resolve)
+    remote.members = {gateway.core.arms.members[0].url: gateway.core.arms.members[0]}
+
+    async def look() -> None:
+        async with aiohttp.ClientSession() as session:
+            await remote.refresh(lambda each: remote.probe(session, each))
+
+    asyncio.run(look())
+    assert {each.url for each in gateway.core.arms.members} == {fake.url, other}
+    known.pop()
+    asyncio.run(look())
+    assert len(gateway.core.arms.members) == 1
+    assert changes and min(changes) > 0
+
+
+def test_an_arm_without_weight_makes_no_room_for_the_others_requests() -> None:
+    arms = Arms([arm("a", capacity=1), arm("canary", 0.0, capacity=4)])
+    assert arms.capacity == 1
+    arms.set_weights({"canary": 0.1})
+    assert arms.capacity == 5
+    arms.set_weights({"a": 0.0})
+    arms.members[1].state = "down"
+    assert arms.capacity == 1, "an administrator may still ask for it"
+    assert chosen(arms, call(wish="a")).name == "a"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_weight_at_all_is_told(count: int) -> None:
+    arms = Arms([arm(name, 0.0) for name in "ab"[:count]])
+    assert not arms.ready
+    with pytest.raises(ApiError) as refused:
+        arms.choose(call())
+    assert refused.value.status == 503 and "weight" in refused.value.message and refused.value.headers["retry-after"]
+
+
+@pytest.mark.parametrize("name", ["a\r\nx-evil: 1", "a\x00", "/m/a\n"])
+def test_a_drafters_name_that_no_header_can_hold(name: str) -> None:
+    assert drafter_of({"speculative_draft_model_path": name}) == UNKNOWN
+
+
+def test_an_engine_that_talks_nonsense_to_a_probe_is_not_ready(fake: FakeEngine, monkeypatch: Any) -> None:
+    async def test(said: bytes) -> None:
+        async def touched(_: Any, request: Any) -> Any:
+            return web.Response(body=said)
+
+        monkeypatch.setattr(FakeEngine, "_touched", touched)
+        lying = FakeEngine().start()
+        try:
+            arms = Arms([arm("far", url=lying.url)])
+            arms.members[0].state = "starting"
+            async with aiohttp.ClientSession() as session:
+                await RemoteArm(arms, arms.members[0]).probe(session, arms.members[0])
+            assert arms.members[0].state == "starting" and "DecodeError" in arms.members[0].detail
+        finally:
+            lying.stop()
+
+    for said in (b"[" * 100_000, b"<html>", b"\xff", b'{"a":' * 5000):
+        asyncio.run(test(said))
+
+
+def test_a_long_answer_as_a_trial_keeps_nobody_out(gateways: Any, fake: FakeEngine) -> None:
+    gateway = gateways()
+    for _ in range(BREAK_AFTER):
+        assert gateway.ask(user="dies_at_once").status_code == 502
+    assert gateway.ask().status_code == 503
+    time.sleep(OPEN_S)
+    body = {"model": MODEL, "prompt": "x", "user": "hangs", "stream": True}
+    with gateway.client.stream("POST", "/v1/completions", json=body) as trial:
+        next(trial.iter_raw())
+        assert gateway.ask().status_code == 200
 
 
 def test_probes_find_out_who_answers(fake: FakeEngine) -> None:

@@ -6,11 +6,14 @@ import json
 import random
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from server.arms import Arm
+from server.config import GatewayTable
 from tests.server.conftest import Gateway
-from tests.server.fake_engine import MODEL, FakeEngine, wait_until
+from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 
 BODY = json.dumps({"model": MODEL, "prompt": "hi", "messages": []}).encode()
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PRI", "get", "X" * 300)
@@ -62,6 +65,15 @@ def status(answer: bytes) -> int:
 
 def head(method: str, path: str, *headers: str) -> bytes:
     return "\r\n".join((f"{method} {path} HTTP/1.1", "host: x", *headers, "", "")).encode("latin-1")
+
+
+@pytest.fixture(scope="module")
+def two_armed(shared_fake: FakeEngine) -> Iterator[Gateway]:
+    """With a second arm, so that there is a choice to make by what a request holds."""
+    arms = [Arm(name, shared_fake.url, API_KEY, ADMIN_KEY, MODEL, name, state="ready") for name in "ab"]
+    gateway = Gateway(arms[0], GatewayTable(), arms[1]).start()
+    yield gateway
+    gateway.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +196,43 @@ def test_deep_and_long_documents(shared_gate: Gateway) -> None:
     ):
         answer = shared_gate.client.post("/v1/completions", content=body)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("depth", [100, 127, 128, 200, 300, 1000])
+def test_depth_in_every_place(two_armed: Gateway, depth: int) -> None:
+    """Each place of a body that is parsed, written anew, shown in an error or hashed for stickiness."""
+    nest = "[" * (depth - 1) + "]" * (depth - 1)  # the body's own object is one level more
+    deeper = "[" * (depth - 2) + "]" * (depth - 2)
+    named = f'"model":"{MODEL}"'
+    for path, held, well in (
+        ("completions", f'"prompt":"x","extra":{nest}', 200),
+        ("completions", f'"prompt":"x","n":null,"extra":{nest}', 200),
+        ("completions", f'"prompt":"x","rid":{nest}', 200),
+        ("completions", f'"prompt":"x","stream":true,"stream_options":{{"extra":{deeper}}}', 200),
+        ("completions", f'"prompt":"x","stream":true,"stream_options":{nest}', 400),
+        ("completions", f'"prompt":"x","stream":{nest}', 400),
+        ("completions", f'"prompt":"x","n":{nest}', 400),
+        ("completions", f'"prompt":{nest}', 400),
+        ("completions", f'"prompt":["x",{deeper}]', 400),
+        ("chat/completions", f'"messages":{nest}', 200),
+        ("chat/completions", f'"messages":{nest},"response_format":{nest},"tools":{nest}', 200),
+    ):
+        answer = two_armed.client.post(f"/v1/{path}", content=f"{{{named},{held}}}")
+        assert answer.status_code == (well if depth <= 128 else 400), (path, held[:60], answer.text[:200])
+        if answer.status_code == 400:
+            error = answer.json()["error"]
+            assert len(answer.content) < 1000 and set(error) == {"message", "type", "param", "code"}
+    assert two_armed.metric("eyas_requests_total", code="500") == 0
+
+
+def test_text_that_only_looks_deep_is_not_refused(shared_gate: Gateway) -> None:
+    assert shared_gate.ask("/v1/completions", prompt="[{" * 5000, extra=[[1]] * 500).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["model", "n", "stream", "stream_options", "prompt", "return_spec_tokens_details"])
+def test_an_error_does_not_give_a_large_value_back(shared_gate: Gateway, name: str) -> None:
+    for value in ("x" * 300_000, ["x" * 300_000] * 3, {"y" * 300_000: [["z"]]}, [[7, "x" * 300_000]]):
+        body = {"model": MODEL, "prompt": "x", name: value}
+        answer = shared_gate.client.post("/v1/completions", json=body)
+        expected = {"prompt": (200, 400), "stream_options": (200, 400), "model": (400, 404)}.get(name, (400,))
+        assert answer.status_code in expected and len(answer.content) < 2000, answer.text[:200]

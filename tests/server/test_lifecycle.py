@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import ssl
 import subprocess
@@ -362,3 +363,13 @@ def test_tls_by_itself(gateway, tmp_path):
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{served.url}/readyz")
     assert served.end(signal.SIGTERM) == 0
+
+
+def test_a_shells_limit_of_open_files_is_raised_to_what_is_allowed(gateway):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1024), hard))
+    try:
+        served = gateway().wait_for(READY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert psutil.Process(served.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from server.auth import KeyRing, add_key
+from server.breaker import BREAK_AFTER
+from server.config import Limits
 from tests.server.conftest import Gateway
 from tests.server.fake_engine import MODEL, TEXT, FakeEngine, wait_until
 from tests.server.test_relay import USER, error_of, frames_of, text_of
@@ -337,6 +342,56 @@ def test_the_deadline_of_a_client_that_does_not_read(gateways: Callable[..., Gat
     client.recv(100)
     check_stopped(gate, fake)
     client.close()
+
+
+def test_a_client_that_does_not_read_does_not_keep_its_slot(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:
+    gate = gateways(unread_timeout_s=0.4, max_inflight=1)
+    client = send_request(gate, user="flood", stream=True)
+    client.recv(100)
+    assert gate.ask().status_code == 200, "it waited for the slot"
+    check_stopped(gate, fake)
+    assert gate.metric("eyas_stream_errors_total", kind="unread") == 1
+    client.close()
+
+
+def test_a_client_that_reads_slowly_is_served(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:
+    gate = gateways(unread_timeout_s=0.5)
+    client = send_request(gate, user="flood", stream=True)
+    until, taken = time.monotonic() + 2.5, 0
+    while time.monotonic() < until:
+        taken += len(client.recv(1 << 20))
+        time.sleep(0.1)
+    assert taken > 5_000_000 and fake.aborts == [] and gate.metric("eyas_stream_errors_total") == 0
+    client.close()
+
+
+@pytest.mark.parametrize("user", ["endless", "flood"])
+def test_the_length_of_an_answer_is_not_held_against_the_engine(
+    gateways: Callable[..., Gateway], fake: FakeEngine, user: str
+) -> None:
+    gate = gateways(request_timeout_s=0.2)
+    for _ in range(BREAK_AFTER):
+        client = send_request(gate, user=user, stream=True)
+        client.recv(100)
+        wait_until(lambda: not gate.core.relay.running)
+        client.close()
+    assert gate.ask().status_code == 200
+
+
+def test_a_stream_that_its_client_cuts_is_paid_for(gateways: Callable[..., Gateway], tmp_path: Path) -> None:
+    """Else a client that leaves before the usage comes, at the very end, has no limit at all."""
+    file = tmp_path / "keys.json"
+    _, key = add_key(file, "a", Limits(tokens_per_minute=100))
+    gate = gateways(keys=KeyRing(file, Limits()))
+    mine = {"authorization": f"Bearer {key}"}
+    body = {"model": MODEL, "prompt": "x", "user": "endless", "stream": True}
+    with gate.client.stream("POST", "/v1/completions", json=body, headers=mine) as answer:
+        for at, _ in enumerate(answer.iter_lines()):
+            if at > 220:  # two lines a piece
+                break
+    wait_until(lambda: not gate.core.relay.running)
+    refused = gate.ask(headers=mine)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_tokens")
 
 
 def test_the_deadline_after_a_ping_is_told_in_a_frame(gateways: Callable[..., Gateway], fake: FakeEngine) -> None:
