@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,8 @@ def prompt_of(body: Body) -> str:
 
 @dataclass
 class Cues:
-    """What it says. `status` holds one for each request that is to fail, first come first served."""
+    """What it says. `status` holds one for each request, first come first served: 200 is answered, as all are after
+    them. `takes_s`: how long an answer takes."""
 
     prompt: Callable[[Body], str] = prompt_of
     prompt_ends: Callable[[Body], bool] = lambda body: True
@@ -30,14 +32,16 @@ class Cues:
     text: Callable[[Body], str] = lambda body: "An answer."
     status: list[int] = field(default_factory=list)
     ids: bool = True
+    takes_s: float = 0.0
 
 
 class FakeEndpoint(AppThread):
-    """`bodies` holds the path and the body of every request."""
+    """`bodies` holds the path and the body of every request; `most` of them were answered at a time."""
 
     def __init__(self) -> None:
         self.cues = Cues()
         self.bodies: list[tuple[str, Body]] = []
+        self.running = self.most = 0
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -49,8 +53,12 @@ class FakeEndpoint(AppThread):
         body: Body = await request.json()
         cues = self.cues
         self.bodies.append((request.path, body))
-        if cues.status:
-            return web.json_response({"message": "busy"}, status=cues.status.pop(0))
+        if cues.status and (status := cues.status.pop(0)) != 200:
+            return web.json_response({"message": "busy"}, status=status)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(cues.takes_s)
+        self.running -= 1
         if request.path == "/v1/completions":
             reason = "stop" if cues.prompt_ends(body) else "length"
             return web.json_response({"choices": [{"text": cues.prompt(body), "finish_reason": reason}]})

@@ -30,9 +30,9 @@ TEMPLATE = Template("<user>", "<end>", frozenset({END}))
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEndpoint]:
     monkeypatch.setattr(Template, "of_folder", classmethod(lambda cls, folder, own_prompts: TEMPLATE))
-    fake = FakeEndpoint()
+    fake = FakeEndpoint().start()
     yield fake
-    fake.close()
+    fake.stop()
 
 
 @pytest.fixture
@@ -160,21 +160,9 @@ def test_thinking(endpoint: FakeEndpoint, out: Path, tmp_path: Path, wanted: str
 
 
 def test_requests_at_a_time_are_bounded(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
-    running, most = 0, 0
-
-    def answer(body: dict[str, Any]) -> list[int]:
-        nonlocal running, most
-        with endpoint.lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.02)
-        with endpoint.lock:
-            running -= 1
-        return [*ANSWER, END]
-
-    endpoint.cues.answer = answer
+    endpoint.cues.takes_s = 0.02
     assert run(endpoint, out, "--prompts", prompts(tmp_path, 12), "--temperatures", "0,0.5,1") == 0
-    assert 2 <= most <= 4
+    assert 2 <= endpoint.most <= 4
 
 
 def test_a_restarting_engine_is_waited_for(endpoint: FakeEndpoint, out: Path, tmp_path: Path) -> None:
