@@ -84,34 +84,45 @@ def make_run(model: Eagle3, documents: Documents, target: Target, side: Side) ->
     return Run(model, documents, target, options, side.folder / "run", {}, Ranks(side.device))
 
 
-def speculators(side: Side) -> Step:
-    """speculators' own model class in the same loop, its attention set to what has a backward on a CPU."""
+def speculators_model(
+    target: Path, vocab: DraftVocab, layer_ids: list[int], steps: int, attention: str, **layer: Any
+) -> torch.nn.Module:
+    """speculators' own Eagle3DraftModel as it begins, without the norms that no engine serves, on shards whose final
+    states are after the norm. `layer` changes its decoder layer's config; `attention` must have a backward here."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.losses.eager import kl_div_loss
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig
 
-    layer = LlamaConfig.from_pretrained(side.folder / "target")
-    layer.num_hidden_layers = 1
-    layer._attn_implementation = side.settings["attention"]
-    torch.manual_seed(0)
+    decoder = LlamaConfig.from_pretrained(target)
+    decoder.update({"num_hidden_layers": 1, **layer})
+    decoder._attn_implementation = attention
     config = Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=side.shape.draft_vocab,
-        eagle_aux_hidden_state_layer_ids=side.layer_ids,
+        transformer_layer_config=decoder,
+        draft_vocab_size=len(vocab),
+        eagle_aux_hidden_state_layer_ids=layer_ids,
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=side.steps)],
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=steps)],
             default_proposal_method="greedy",
-            verifier=VerifierConfig.from_pretrained(str(side.folder / "target")),
+            verifier=VerifierConfig.from_pretrained(str(target)),
         ),
     )
-    model = Eagle3DraftModel(config)
-    model.load_vocab_mappings(torch.from_numpy(side.vocab.t2d), torch.from_numpy(side.vocab.d2t))
+    model: torch.nn.Module = Eagle3DraftModel(config)
+    model.load_vocab_mappings(torch.from_numpy(vocab.t2d), torch.from_numpy(vocab.d2t))
     model.load_verifier_weights()
-    model.verifier_norm = torch.nn.Identity()  # the shards' final states are after the norm already
-    model.float().train()
+    model.verifier_norm = torch.nn.Identity()
+    return model.float().train()
+
+
+def speculators(side: Side) -> Step:
+    """speculators' own model class in the same loop, its attention set to what has a backward on a CPU."""
+    from speculators.losses.eager import kl_div_loss
+
+    torch.manual_seed(0)
+    model = speculators_model(
+        side.folder / "target", side.vocab, side.layer_ids, side.steps, side.settings["attention"]
+    )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 

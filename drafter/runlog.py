@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from drafter.logtext import SECTIONS, Record, records
 
 MAX_POSITIONS = 32
+ROUNDING = 0.005  # of rates that were printed to two digits
 
 RATE = re.compile(r"(?:epoch_?)?(full_acc|cond_acc|acc)_(\d{1,2})(?:_epoch)?")
 POSITION = re.compile(r"(?:per_position_acc/|position_)(\d{1,2})(?:/acc)?")
@@ -113,7 +115,8 @@ def at(rates: Sequence[float | None], k: int) -> float | None:
 
 def read_run(path: Path) -> RunLog:
     """Read a log file. Raises RunLogError where it holds no rate or counts verify steps, OSError where unreadable."""
-    text = path.read_bytes().decode("utf-8", "replace")
+    raw = path.read_bytes()
+    text = raw.decode("utf-16" if raw[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8", "replace")  # PowerShell's `>`
     if text.lstrip()[:1] == "{":
         try:
             found = json.loads(text)
@@ -208,7 +211,7 @@ def _point(record: Record, last_step: int | None, left_out: list[str]) -> Point 
             else:
                 rates[kind][k] = float(rate)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            facts["loss" if name in LOSSES else "step" if name == "global_step" else name] = value
+            facts["loss" if name in LOSSES else "step" if name == "global_step" else name] = _float(value)
     known = any(rates.values())
     if record.cut is not None and (known or section):
         kept = ", ".join(f"{kind}_{k}" for kind, found in rates.items() for k in sorted(found)) or "nothing"
@@ -217,6 +220,7 @@ def _point(record: Record, last_step: int | None, left_out: list[str]) -> Point 
         return None
     step, epoch = facts.get("step"), facts.get("epoch")
     whole = {key: int(value) for key in ("tokens", "ttt_steps") if math.isfinite(value := facts.get(key, math.nan))}
+    _leave_out_risen(rates["full_acc"], record.line, left_out)
     full, cond, marginal = (_row(rates[kind]) for kind in ("full_acc", "cond_acc", "acc"))
     return Point(
         section or "train",
@@ -230,6 +234,27 @@ def _point(record: Record, last_step: int | None, left_out: list[str]) -> Point 
         ttt_steps=whole.get("ttt_steps"),
         line=record.line,
     )
+
+
+def _leave_out_risen(full: dict[int, float], line: int, left_out: list[str]) -> None:
+    """Drop joint rates that lie above an earlier one's: a chain that is right up to k was right up to there."""
+    lowest = 1.0
+    for k in sorted(full):
+        if full[k] > lowest + ROUNDING:
+            left_out.append(
+                f"line {line}: full_acc_{k} {full[k]:g} is above {lowest:g} of a position before, which a share of "
+                "chains cannot be (marginal rates are named acc_k): left out."
+            )
+            del full[k]
+        else:
+            lowest = min(lowest, full[k])
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 def _rates(name: str, value: Any) -> Iterator[tuple[str, int, Any]]:

@@ -64,7 +64,7 @@ def run_verdict(args: argparse.Namespace) -> int:
     """Judge, print, draw. Returns the verdict's exit code. Raises RunLogError or OSError."""
     if args.plot and args.plot.suffix != ".svg":
         raise RunLogError(f"--plot: {args.plot} is to be SVG: name a file that ends in .svg.")
-    baseline = _baseline(args.baseline) if args.baseline else None
+    baseline = _baseline(args.baseline) if args.baseline is not None else None
     run, verdict = _followed(args, baseline) if args.follow else _judged(args.log, baseline)
     if args.plot:
         write_text(args.plot, draw(run, baseline))
@@ -151,6 +151,8 @@ def draw(run: RunLog, baseline: RunLog | None) -> str:
 
 
 def _baseline(text: str) -> RunLog:
+    if not text:
+        raise RunLogError("--baseline is empty, as an unset variable is: give a log or a share, or leave it out.")
     try:
         share = float(text)
     except ValueError:

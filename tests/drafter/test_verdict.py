@@ -135,6 +135,7 @@ def test_a_picture_of_one_evaluation(tmp_path: Path) -> None:
         (["nowhere.log"], "nowhere.log: No such file"),
         (["LOG", "--baseline", "nowhere.log"], "nowhere.log: No such file"),
         (["LOG", "--baseline", "74.7"], "74.7 is no share from 0 to 1"),
+        (["LOG", "--baseline", ""], "--baseline is empty"),
         (["LOG", "--plot", "curves.png"], "ends in .svg"),
         (["EMPTY"], "holds no acceptance rates"),
         (["FOLDER"], "Is a directory"),
@@ -147,6 +148,27 @@ def test_what_cannot_be_judged(
     assert main(["verdict", *(str(names.get(arg, arg)) for arg in args)]) == 1
     shown = capsys.readouterr()
     assert reason in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "1e999", "-1e999", "NaN", '"x"', "null", "true", "[1]", "{}", "-1"])
+@pytest.mark.parametrize("key", ["global_step", "epoch", "tokens", "ttt_steps", "loss_0"])
+def test_any_number_beside_the_rates(tmp_path: Path, key: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f'{{"val": {{"full_acc_0": 0.5, "full_acc_1": 0.4}}, "{key}": {value}}}\n'
+    code, found = judged(capsys, written(tmp_path, "a.jsonl", text), "--baseline", "0.6")
+    assert code == 3 and found["accept_len_positions"] == 1.9
+
+
+def test_joint_rates_that_rise_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '{"val": {"full_acc_0": 0.5, "full_acc_1": 0.9, "full_acc_2": 0.3}, "global_step": 4}\n'
+    _, found = judged(capsys, written(tmp_path, "a.jsonl", text))
+    assert found["accept_len_positions"] == 1.5 and "full_acc_1 0.9 is above 0.5" in found["left_out"][0]  # type: ignore[index]
+
+
+def test_a_log_of_a_windows_console_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "a.log"
+    for coding in ("utf-16", "utf-8-sig"):
+        log.write_bytes(ours().replace("\n", "\r\n").encode(coding))
+        assert judged(capsys, str(log))[1]["axis"] == "step"
 
 
 def test_follow_waits_for_a_verdict(tmp_path: Path) -> None:
