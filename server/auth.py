@@ -23,8 +23,9 @@ from typing import Annotated
 import orjson
 from pydantic import Field, ValidationError, model_validator
 
-from server.config import Limits, Sha256, Table, Word
+from server.config import Limits
 from server.errors import ApiError
+from server.table import Sha256, Table, Word
 
 KEY = re.compile(rb"eyas_([0-9a-f]{8})_[A-Za-z0-9_-]{43}")
 BEARER = b"bearer "

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from drafter.data.capture_plugin import LOGITS, SETTER
 from server.capture import CAPTURE_FLAGS
-from server.config import OWNED_FLAGS
+from server.enginetable import OWNED_FLAGS
 from server.launch import CPU_FLAGS, NGRAM_FLAGS, SGLANG_VERSION
 
 PROTOCOL = "srt/entrypoints/openai/protocol.py"

@@ -8,86 +8,20 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from drafter.roofline import data as machines_on_paper
 from drafter.settings import read_settings
-
-RESERVED_DRAFTERS = ("none", "ngram")
-# Flags that Eyas sets itself from the profile's own keys, or that would let a result be faked or a key leak.
-OWNED_FLAGS = frozenset(
-    (
-        "--model-path",
-        "--model",
-        "--served-model-name",
-        "--trust-remote-code",
-        "--device",
-        "--tp",
-        "--tp-size",
-        "--tensor-parallel-size",
-        "--nnodes",
-        "--node-rank",
-        "--dist-init-addr",
-        "--dtype",
-        "--quantization",
-        "--context-length",
-        "--max-running-requests",
-        "--mem-fraction-static",
-        "--host",
-        "--port",
-        "--api-key",
-        "--admin-api-key",
-        "--config",
-        "--enable-metrics",
-        "--revision",
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        "--speculative-draft-model",
-        "--speculative-num-steps",
-        "--speculative-eagle-topk",
-        "--speculative-num-draft-tokens",
-        "--speculative-adaptive",
-        "--speculative-adaptive-config",
-        "--speculative-draft-attention-backend",
-        "--speculative-draft-model-quantization",
-        "--speculative-draft-model-revision",
-        "--reasoning-parser",
-        "--tool-call-parser",
-        "--attention-backend",
-        "--prefill-attention-backend",
-        "--decode-attention-backend",
-        "--kv-cache-dtype",
-        "--page-size",
-        "--max-total-tokens",
-        "--enable-return-aux-hidden-states",
-        "--return-aux-hidden-state-layer-ids",
-    )
-)
-# SGLang renames SGL_X to SGLANG_X at its start.
-FAKING_ENVIRONMENT = re.compile(r"^SGL(ANG)?_(SIMULATE|DSPARK_SIMULATE)")
-VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+from server.enginetable import EngineTable, check_environment
+from server.table import Convention, Count, LayerIds, Seconds, Sha256, Share, Table, Word
 
 
 class ProfileError(ValueError):
     """A profile that cannot be served: says the file, the key, what was found and what to write instead."""
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Seconds = Annotated[float, Field(gt=0)]
-LayerIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Convention = Literal["output_of_layer", "input_to_layer"]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Word = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]  # what an argument of a command can hold
 
 
 class Target(Table):
@@ -110,62 +44,6 @@ class Target(Table):
         if self.package and self.revision:
             raise ValueError("'revision' is for a hub id in 'path': a package is pinned by 'sha256'")
         return self
-
-
-class EngineTable(Table):
-    """Flags of the SGLang process. `env` and `extra_args` carry what has no key of its own.
-
-    on_gateway_exit: `keep` leaves a local engine running when its gateway ends, and the next gateway takes it over
-    where it would start the same. log_max_bytes, log_files: the engine's log is turned over at that size, and so many
-    are kept.
-    """
-
-    device: Literal["cpu", "cuda"]
-    tp: Count = 1
-    nodes: Count = 1
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str | None = None
-    context_length: Count
-    max_running_requests: Count
-    max_total_tokens: Count | None = None
-    mem_fraction: Share | None = None
-    page_size: Count | None = None
-    attention_backend: str | None = None
-    prefill_attention_backend: str | None = None
-    decode_attention_backend: str | None = None
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
-    env: dict[str, str] = {}
-    extra_args: list[str] = []
-    start_timeout_s: Seconds = 300.0
-    hang_timeout_s: Seconds = 120.0
-    on_gateway_exit: Literal["stop", "keep"] = "stop"
-    log_max_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * 1024 * 1024
-    log_files: Count = 5
-
-    @model_validator(mode="after")
-    def _nothing_owned(self) -> EngineTable:
-        for arg in self.extra_args:
-            flag = arg.split("=", 1)[0]
-            # argparse takes any unambiguous beginning of a flag for the flag itself.
-            owned = next((known for known in sorted(OWNED_FLAGS) if len(flag) > 2 and known.startswith(flag)), None)
-            if owned:
-                raise ValueError(f"extra_args has {flag}, but {owned} is set from a key of the profile: use that key")
-        self._nothing_faked(self.env)
-        if self.tp % self.nodes:
-            raise ValueError(f"tp is {self.tp}, which {self.nodes} nodes cannot share evenly: make it a multiple")
-        return self
-
-    @staticmethod
-    def _nothing_faked(env: dict[str, str]) -> None:
-        for name, value in env.items():
-            if not VARIABLE.match(name) or "\0" in value:
-                raise ValueError(f"env has {name!r} = {value!r}, which no environment can hold: correct it")
-            if FAKING_ENVIRONMENT.match(name):
-                raise ValueError(f"env has {name}, which fakes acceptance: remove it")
-            if name.startswith("EYAS_"):
-                raise ValueError(f"env has {name}, which is for Eyas itself to set: remove it")
 
 
 class Speculation(Table):
@@ -313,7 +191,7 @@ class ArmTable(Table):
     drafter: Word | None = None
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     engine_keys_file: Word | None = None
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
     max_running_requests: Count | None = None
     shadow: bool = False
     shadow_share: Share = 0.1
@@ -329,7 +207,7 @@ class ArmTable(Table):
             )
         if self.url and self.env:
             raise ValueError("'env' is for a local arm: a remote engine has its own environment")
-        EngineTable._nothing_faked(self.env)
+        check_environment(self.env)
         return self
 
 
@@ -371,9 +249,9 @@ class Profile(Table):
     default_drafter: str = "none"
     machine: str | None = None
     speculation: Speculation = Speculation()
-    drafters: dict[str, DrafterTable] = {}
+    drafters: dict[str, DrafterTable] = Field(default_factory=dict)
     gateway: GatewayTable = GatewayTable()
-    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ArmTable] = {}
+    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ArmTable] = Field(default_factory=dict)
     capture: CaptureTable | None = None
     probe: ProbeTable = ProbeTable()
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from drafter.costs import CostsError, adaptive_steps
 from server.capture import CAPTURE_ALGORITHM, CapturePlan, capture_flags
-from server.config import FAKING_ENVIRONMENT, Profile, resolve_path
+from server.config import Profile, resolve_path
 from server.drafters import ActiveDrafter, LaunchError, is_local
+from server.enginetable import FAKING_ENVIRONMENT
 
 SGLANG_VERSION = "0.5.23"
 # SGLang rewrites --attention-backend to torch_native on a CPU without AMX, which has no EAGLE draft backend; the

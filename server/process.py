@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from server import guard
-from server.config import EngineTable
+from server.enginetable import EngineTable
 from server.keep import KeptProcess
 
 EngineProcess = subprocess.Popen[bytes] | KeptProcess
