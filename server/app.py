@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -24,6 +24,8 @@ _ERRORS = {
     "401": "The API key is missing or unknown.",
     "403": "An arm was chosen without the admin key.",
     "404": "The model does not exist.",
+    "405": "The route takes POST alone.",
+    "408": "The body did not come in time.",
     "413": "The body is too large.",
     "429": "The key is over a limit, or the queue is full: try again after Retry-After.",
     "502": "The engine cannot be reached, or its answer broke off.",
@@ -33,11 +35,14 @@ _ERRORS = {
 
 
 class ControlApi(FastAPI):
-    """FastAPI for everything but the hot routes, which its schema describes all the same."""
+    """FastAPI for everything but the hot routes, which its schema describes all the same, for this one model."""
+
+    served_name = ""
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()
-        schema["paths"].update({path: {"post": _hot_operation(name)} for path, name in ROUTES.items()})
+        hot = {path: {"post": _hot_operation(name, self.served_name)} for path, name in ROUTES.items()}
+        schema["paths"].update(hot)
         return schema
 
 
@@ -71,8 +76,9 @@ def _control_api(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
         exception_handlers=ERROR_HANDLERS,
     )
+    api.served_name = gateway.arms.served_name
 
-    @api.get("/v1/models", summary="The models served here")
+    @api.get("/v1/models", summary="The models served here", responses={401: {"description": _ERRORS["401"]}})
     async def models(request: Request) -> dict[str, Any]:
         authorization = request.headers.get("authorization")
         gateway.admission.keys.who(None if authorization is None else authorization.encode("latin-1"))
@@ -94,7 +100,9 @@ def add_health(api: FastAPI, gateway: Gateway) -> None:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @api.get("/readyz", summary="200 while requests can be answered, else 503 with the reason")
+    not_ready = {503: {"description": "No request can be answered now."}}
+
+    @api.get("/readyz", summary="200 while requests can be answered, else 503 with the reason", responses=not_ready)
     async def readyz() -> JSONResponse:
         status, reason = gateway.readiness()
         if status == "ready":
@@ -106,7 +114,7 @@ def add_health(api: FastAPI, gateway: Gateway) -> None:
 def add_metrics(api: FastAPI, gateway: Gateway) -> None:
     """What Prometheus asks."""
 
-    @api.get("/metrics", summary="Prometheus metrics")
+    @api.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
@@ -128,10 +136,10 @@ async def _refused(_: Request, error: Exception) -> Response:
 ERROR_HANDLERS: dict[int | type[Exception], Any] = {HTTPException: _no_route, ApiError: _refused}
 
 
-def _hot_operation(name: str) -> dict[str, Any]:
+def _hot_operation(name: str, served_name: str) -> dict[str, Any]:
     """The OpenAPI entry of a hot route: the body is the engine's own, so its schema is left open."""
     answer = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
-    asked = {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}}}
+    asked = {"type": "object", "required": ["model"], "properties": {"model": {"const": served_name}}}
     return {
         "summary": {"chat": "Answer a conversation", "completions": "Continue a text"}[name],
         "operationId": name,

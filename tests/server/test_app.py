@@ -113,6 +113,22 @@ def test_the_schema_tells_of_the_hot_routes(gate: Gateway) -> None:
         assert list(paths["/v1/completions"]) == ["post"]
 
 
+def test_the_schema_says_what_each_route_answers(gate: Gateway) -> None:
+    """Every status and media type that a route answers with stands in the schema, which clients are generated from."""
+    paths = gate.client.get("/openapi.json").json()["paths"]
+    for state in ("ready", "starting"):
+        gate.arm.state = state  # type: ignore[assignment]
+        for path, operations in paths.items():
+            for method in operations:
+                for body in (b"", b"{", b'{"model":"other"}', b'{"model":"tiny","prompt":"x"}'):
+                    answer = gate.client.request(method, path, content=body)
+                    told = operations[method]["responses"][str(answer.status_code)].get("content")
+                    found = answer.headers["content-type"].partition(";")[0]
+                    assert told is None or found in told, (method, path, found)
+    model = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert model == {"model": {"const": MODEL}}
+
+
 def test_metrics_speak_prometheus_and_name_the_build(gate: Gateway) -> None:
     assert gate.client.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
     assert gate.metric("eyas_build_info", version="0.0.test") == 1
