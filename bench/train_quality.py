@@ -34,7 +34,7 @@ examples:
   python -m tests.answers --out runs/tiny && python -m bench.train_quality --data runs/tiny --out runs/quality
 
 --data holds target (the target's folder), vocab.safetensors, shards (to learn from) and held (captured greedy answers
-of other prompts, with the tokens past them that `evaluate` asks for). Each run that has ended is kept in --out: the same
+of other prompts, with the tokens past them that `evaluate` asks for). Each run that has ended stays in --out: the same
 command goes on where it was stopped.
 Both sides have the same batches, steps, AdamW, rate and clip; each has its own start, loss and model. speculators' is
 Eagle3DraftModel in the form that SGLang serves, with as many parameters; it is not speculators' own trainer.
@@ -57,7 +57,7 @@ class Runs:
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.file = out / "runs.jsonl"
-        lines = self.file.read_text("utf-8").split("\n")[:-1] if self.file.exists() else []  # one without its end is cut
+        lines = self.file.read_text("utf-8").split("\n")[:-1] if self.file.exists() else []  # a cut one is none
         try:
             first, *rest = [json.loads(line) for line in lines] or [None]
             self.found: list[dict[str, Any]] = rest
@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace, runs: Runs, settings: dict[str, Any]) -> I
 def describe(run: dict[str, Any]) -> str:
     """One run in words."""
     return (
-        f"{run['side']}, rate {run['lr']:g}, seed {run['seed']}: acceptance length {run['acceptance_length']:.3f} after "
+        f"{run['side']}, rate {run['lr']:g}, seed {run['seed']}: accepts {run['acceptance_length']:.3f} after "
         f"{run['tokens']:,} tokens, {run['cpu_seconds']:.0f} s of CPU"
     )
 
@@ -157,7 +157,7 @@ def words(found: dict[str, Any]) -> str:
     ]
     verdict = "as good" if found["as_good"] else "lower"
     spread = found["sides"]["speculators"]["spread"]
-    return "\n".join([*lines, f"{verdict}: {found['difference']:+.3f}, the spread of speculators' seeds is {spread:.3f}"])
+    return "\n".join([*lines, f"{verdict}: {found['difference']:+.3f}, spread of speculators' seeds {spread:.3f}"])
 
 
 def parser() -> argparse.ArgumentParser:
