@@ -262,7 +262,7 @@ def test_a_model_that_does_not_exist(endpoint: Endpoint) -> None:
 def test_a_wrong_key(endpoint: Endpoint) -> None:
     with pytest.raises(openai.AuthenticationError) as found:
         endpoint.client(api_key="wrong").chat.completions.create(**endpoint.asked())
-    assert found.value.response.headers["www-authenticate"] == "Bearer"
+    assert found.value.response.headers["www-authenticate"].startswith("Bearer")
 
 
 @pytest.mark.parametrize("stream", [False, True])
