@@ -100,7 +100,7 @@ def add_health(api: FastAPI, gateway: Gateway) -> None:
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    not_ready = {503: {"description": "No request can be answered now."}}
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "No request can be answered now."}}
 
     @api.get("/readyz", summary="200 while requests can be answered, else 503 with the reason", responses=not_ready)
     async def readyz() -> JSONResponse:

@@ -23,6 +23,7 @@ ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 OWN_FIELDS = ("rid", "return_spec_tokens_details", "stream_options")
 MAX_ANSWERS = 128  # of one prompt, as OpenAI's API has it
 MAX_DEPTH = 128  # of a body: half of what orjson can write again, and no schema of a tool comes near it
+GLANCE_BYTES = 64 * 1024
 _SHORT = reprlib.Repr()  # a client's own value within an error
 _SHORT.maxlevel, _SHORT.maxstring = 2, 100
 
@@ -115,7 +116,9 @@ def read_call(path: str, raw: bytes, rid: str, served_name: str, vocab_size: int
         raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
     if not isinstance(asked, dict):
         raise ApiError(400, f"the body is a JSON {type(asked).__name__}, expected an object.", code="invalid_json")
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and _deeper(asked, MAX_DEPTH):
+    # A small body shows at a glance that it cannot be deep; in a large one the bytes are many and the objects few.
+    flat = len(raw) < GLANCE_BYTES and raw.count(b"{") + raw.count(b"[") <= MAX_DEPTH
+    if not flat and _deeper(asked, MAX_DEPTH):
         raise ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep.", code="invalid_json")
     model = asked.get("model")
     if not isinstance(model, str):
