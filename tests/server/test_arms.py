@@ -20,6 +20,7 @@ from server.config import GatewayTable, Limits
 from server.errors import ApiError
 from server.health import RemoteArm, capacity_of
 from server.shadow import Shadow
+from server.upstream import Upstream
 from tests.server.conftest import Gateway
 from tests.server.fake_engine import ADMIN_KEY, API_KEY, MODEL, FakeEngine, wait_until
 from tests.server.test_admission import Clock
@@ -245,15 +246,16 @@ def test_probes_find_out_who_answers(fake: FakeEngine) -> None:
         remote = RemoteArm(arms, far)
         changes: list[str] = []
         arms.on_change = lambda: changes.append(far.state)
-        async with aiohttp.ClientSession() as session:
-            await remote.probe(session, far)
-            assert changes == ["ready"]
-            await asyncio.to_thread(fake.stop_listening)
-            for _ in range(2):
-                await remote.probe(session, far)
-                assert far.state == "ready"
-            await remote.probe(session, far)
-            assert far.state == "down" and "cannot be reached" in far.detail
+        upstream = Upstream(connect_timeout_s=5.0)
+        await remote.probe(upstream, far)
+        assert changes == ["ready"]
+        await asyncio.to_thread(fake.stop_listening)
+        for _ in range(2):
+            await remote.probe(upstream, far)
+            assert far.state == "ready"
+        await remote.probe(upstream, far)
+        assert far.state == "down" and "cannot be reached" in far.detail
+        upstream.close()
         assert changes == ["ready", "down"]
 
     asyncio.run(test())
