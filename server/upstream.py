@@ -58,8 +58,9 @@ def origin_of(url: str) -> Origin:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is no engine's URL, expected http://HOST:PORT or https://HOST:PORT.")
     secure = parts.scheme == "https"
-    authority = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii").decode()
-    return Origin(parts.hostname, parts.port or (443 if secure else 80), secure, authority)
+    host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
+    authority = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
+    return Origin(host, parts.port or (443 if secure else 80), secure, authority)
 
 
 class Upstream:
@@ -329,9 +330,9 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self.parser.get_status_code()
         answer = self.answer
-        self.barren = 0
         if answer is None or status < 200:  # 100 and its like: the answer comes after it
             return
+        self.barren = 0
         self.until_eof = self.until_eof and status not in WITHOUT_BODY
         answer.content_type = self.content_type
         answer.status = status
