@@ -258,6 +258,9 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.answer: Answer | None = None
         self.draining: asyncio.TimerHandle | None = None  # nobody wants the rest of the answer
+        self.barren = 0  # bytes since the head or the last ones of a body
+        self.content_type: bytes | None = None
+        self.until_eof = True  # the answer's end is the connection's
         self.parser = httptools.HttpResponseParser(self)
         self.poll = select.poll()
 
@@ -359,7 +362,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def _expect_head(self) -> None:
-        self.content_type: bytes | None = None
+        self.content_type = None
         self.until_eof = True
 
     def _end(self, answer: Answer) -> None:

@@ -474,17 +474,18 @@ def test_a_slow_reader_makes_the_engine_wait() -> None:
     run(test)
 
 
-def test_a_connection_that_had_to_wait_is_read_again_when_used_again() -> None:
-    large = b"x" * (module.READ_AHEAD * 2)
+def test_a_connection_whose_answer_nobody_read_is_read_again_when_used_again() -> None:
+    """It waited for its reader when the answer's last bytes came."""
+    large = b"x" * (module.READ_AHEAD + 100)
 
     async def test() -> None:
         raw = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(large), large)
-        async with serving(answering(raw)) as (server, url, upstream):
+        async with serving(answering(raw[:-200], raw[-200:])) as (server, url, upstream):
             for _ in range(3):
                 with await upstream.post(url, "/x", {}, [b"{}"]) as answer:
-                    await answer.head()
-                    await asyncio.sleep(0.05)
-                    assert await answer.read() == large
+                    await until(lambda: answer.ended)
+            with await upstream.post(url, "/x", {}, [b"{}"]) as answer:
+                assert await answer.read() == large
             assert server.connections == 1
 
     run(test)
