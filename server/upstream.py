@@ -151,13 +151,17 @@ class Upstream:
         return self._tls
 
     def _reap(self) -> None:
-        """Close what has been idle too long."""
-        before = monotonic() - KEEPALIVE_S
+        """Close what has been idle too long, and look again when the next will have been."""
+        now = monotonic()
+        oldest = now
         for idle in self._idle.values():
             for connection in idle:
-                if connection.idle_since <= before:
-                    connection.transport.abort()
-        self._reaper = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._reap) if self._idle else None
+                if now - connection.idle_since < KEEPALIVE_S:
+                    oldest = min(oldest, connection.idle_since)
+                    break  # those after it were used later
+                connection.transport.abort()
+        wait = KEEPALIVE_S - (now - oldest)
+        self._reaper = asyncio.get_running_loop().call_later(wait, self._reap) if self._idle else None
 
 
 class Answer:

@@ -77,7 +77,7 @@ class FakeEngine(AppThread):
         """As an engine that was started anew at the same address."""
 
         async def up() -> None:
-            self.runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=0.1)
+            self.runner = web.AppRunner(self.app(), handler_cancellation=True, shutdown_timeout=0.1)
             await self.runner.setup()
             await web.TCPSite(self.runner, "127.0.0.1", int(self.url.rpartition(":")[2]), reuse_address=True).start()
 
