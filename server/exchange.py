@@ -13,9 +13,7 @@ import math
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
-import aiohttp
 import orjson
-from aiohttp.abc import AbstractStreamWriter
 from starlette.types import Receive, Send
 
 from server.admission import Ticket
@@ -23,16 +21,15 @@ from server.arms import Arm, Outcome
 from server.call import Call
 from server.errors import DONE_FRAME, ApiError, Headers, engine_answered, engine_framed, reason, send_error
 from server.sse import LEAK, PIECE, AnswerStream, details_of, drop_details
+from server.upstream import Answer, Unreachable, UpstreamError
 
 if TYPE_CHECKING:
     from server.relay import Relay
 
 logger = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 1.0
 LAST_WORD_TIMEOUT_S = 1.0
 ERROR_BODY_LIMIT = 64 * 1024
-LARGE_BODY_BYTES = 64 * 1024
 PING_FRAME = b": ping\n\n"
 STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 SAID = ("content", "tool_calls", "reasoning_content")
@@ -230,11 +227,11 @@ class Exchange:
             raise
         except Fault as found:
             fault = found
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+        except Unreachable:
             error = ApiError(502, "the engine cannot be reached.", code="engine_unreachable")
             fault = Fault(error, "unreachable", "unreachable")
-        except (aiohttp.ClientError, OSError) as found:
-            logger.warning("arm %s: the engine's answer broke off: %r", arm.name, found)
+        except UpstreamError as found:
+            logger.warning("arm %s: the engine's answer broke off: %s", arm.name, found)
             fault = Fault(ApiError(502, "the engine's answer broke off.", code="engine_died"), "died", "died")
         self.relay.arms.report(arm, fault.outcome if fault else "ok")
         return fault
@@ -254,19 +251,19 @@ class Exchange:
         ]
 
     async def _relay(self, arm: Arm) -> None:
-        url, headers = f"{arm.url}{self.call.path}", authorization(arm.api_key) | self.trace
-        post = self.relay.session.post(url, data=_payload(self.call), headers=headers, allow_redirects=False)
-        async with post as response:
-            if response.status != 200:
-                raise _refusal(engine_answered(response.status, await _read_error(response)))
-            if self.call.stream:
-                await self._relay_stream(arm, response)
+        call, headers = self.call, authorization(arm.api_key) | self.trace
+        with await self.relay.upstream.post(arm.url, call.path, headers, call.parts) as answer:
+            await answer.head()
+            if answer.status != 200:
+                raise _refusal(engine_answered(answer.status, await _read_error(answer)))
+            if call.stream:
+                await self._relay_stream(arm, answer)
             else:
-                await self._relay_plain(response)
+                await self._relay_plain(answer)
 
-    async def _relay_stream(self, arm: Arm, response: aiohttp.ClientResponse) -> None:
-        frames, send, content = self.frames, self.send, response.content
-        while not frames.done and (chunk := await content.readany()):
+    async def _relay_stream(self, arm: Arm, answer: Answer) -> None:
+        frames, send = self.frames, self.send
+        while not frames.done and (chunk := await answer.chunk()):
             block = frames.feed(chunk)
             if not block:
                 self.alive_at = perf_counter()
@@ -280,14 +277,14 @@ class Exchange:
                 self.relay.arms.began(arm)
                 self.call.forget()
                 if not self.started:
-                    await self._start(200, [_content_type(response, STREAM_TYPE), *STREAM_HEADERS])
+                    await self._start(200, [_content_type(answer, STREAM_TYPE), *STREAM_HEADERS])
             self.alive_at = math.inf
             self.finished = frames.done
             await send({"type": "http.response.body", "body": block, "more_body": not frames.done})
             self.alive_at = perf_counter()
-        await self._end_stream(response)
+        await self._end_stream(answer)
 
-    async def _end_stream(self, response: aiohttp.ClientResponse) -> None:
+    async def _end_stream(self, answer: Answer) -> None:
         frames, metrics = self.frames, self.relay.metrics
         if frames.error is not None:
             metrics.stream_errors.labels("engine").inc()
@@ -300,33 +297,29 @@ class Exchange:
         empty = self.call.chat and frames.pieces <= 2 * self.call.answers
         self._flag(empty=empty, leaked=frames.leaked)
         self._account(frames.usage, frames.details)
-        try:
-            async with asyncio.timeout(DRAIN_TIMEOUT_S):
-                await response.content.readany()  # to its end, so that the connection can be used again
-        except TimeoutError:
-            response.close()
+        answer.drain()
 
-    async def _relay_plain(self, response: aiohttp.ClientResponse) -> None:
-        raw = await response.read()
+    async def _relay_plain(self, answer: Answer) -> None:
+        raw = await answer.read()
         try:
-            answer = orjson.loads(raw)
+            document = orjson.loads(raw)
         except orjson.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict):
+            document = None
+        if not isinstance(document, dict):
             raise Fault(
                 ApiError(502, "the engine's answer is not a JSON object.", code="engine_died"), "died", "status"
             )
-        details = details_of(answer)
+        details = details_of(document)
         if details is not None and not self.call.wants_details:
-            drop_details(answer)
-            raw = orjson.dumps(answer)
-        described = [_content_type(response, (b"content-type", b"application/json"))]
+            drop_details(document)
+            raw = orjson.dumps(document)
+        described = [_content_type(answer, (b"content-type", b"application/json"))]
         self.first_frame_at = perf_counter()
         await self._start(200, [*described, (b"content-length", b"%d" % len(raw))])
         await self._send_last(raw)
-        empty = self.call.chat and any(_says_nothing(choice) for choice in answer.get("choices") or ())
+        empty = self.call.chat and any(_says_nothing(choice) for choice in document.get("choices") or ())
         self._flag(empty=empty, leaked=LEAK in raw)
-        self._account(answer.get("usage"), details)
+        self._account(document.get("usage"), details)
 
     def _flag(self, *, empty: bool, leaked: bool) -> None:
         """Count what parsers of tool calls and of thoughts are known to do. The answer is passed on all the same."""
@@ -378,40 +371,20 @@ def authorization(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-class LargeBody(aiohttp.Payload):
-    """A call's body in its two parts, since joining them would copy the client's bytes."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__(call.parts, content_type="application/json")
-        self._size = sum(len(part) for part in call.parts)
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return b"".join(self._value).decode(encoding, errors)
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        for part in self._value:
-            await writer.write(part)
-
-
-def _payload(call: Call) -> bytes | LargeBody:
-    return call.body if len(call.raw) < LARGE_BODY_BYTES else LargeBody(call)
-
-
 def _says_nothing(choice: Any) -> bool:
     held = choice.get("message") if isinstance(choice, dict) else None
     return isinstance(held, dict) and not any(held.get(name) for name in SAID)
 
 
-async def _read_error(response: aiohttp.ClientResponse) -> bytes:
+async def _read_error(answer: Answer) -> bytes:
     body = b""
-    while len(body) < ERROR_BODY_LIMIT and (chunk := await response.content.readany()):
+    while len(body) < ERROR_BODY_LIMIT and (chunk := await answer.chunk()):
         body += chunk
     return body
 
 
-def _content_type(response: aiohttp.ClientResponse, otherwise: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    found = response.headers.get("content-type")
-    return (b"content-type", found.encode("latin-1")) if found else otherwise
+def _content_type(answer: Answer, otherwise: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    return (b"content-type", answer.content_type) if answer.content_type else otherwise
 
 
 def _refusal(error: ApiError) -> Fault:

@@ -67,7 +67,7 @@ class Gateway:
     async def open(self) -> None:
         await self.relay.open()
         for shadow in self.shadows:
-            shadow.open(self.relay.session, self.metrics)
+            shadow.open(self.relay.upstream, self.metrics)
             self.arms.shadows.append(shadow)
 
     async def close(self) -> None:

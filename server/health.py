@@ -12,10 +12,10 @@ from pathlib import PurePath
 from time import monotonic
 from urllib.parse import urlsplit
 
-import aiohttp
 import orjson
 
 from server.arms import Arm, Arms
+from server.upstream import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class RemoteArm:
         self.failures: dict[str, int] = {}
         self._resolve_at = 0.0
 
-    async def watch(self, session: aiohttp.ClientSession) -> None:
+    async def watch(self, upstream: Upstream) -> None:
         """Look after the engines until cancelled."""
         while True:
             if monotonic() >= self._resolve_at:
-                await self.refresh(partial(self.probe, session))
+                await self.refresh(partial(self.probe, upstream))
                 self._resolve_at = monotonic() + RESOLVE_S
-            await asyncio.gather(*(self.probe(session, arm) for arm in list(self.members.values())))
+            await asyncio.gather(*(self.probe(upstream, arm) for arm in list(self.members.values())))
             self.arms.on_change()  # a breaker may have become half-open meanwhile
             await asyncio.sleep(PROBE_S)
 
@@ -84,29 +84,27 @@ class RemoteArm:
         self.arms.replace(self.pattern.name, list(self.members.values()))
         logger.info("arm %s: %s is %s", self.pattern.name, host, ", ".join(found))
 
-    async def probe(self, session: aiohttp.ClientSession, arm: Arm) -> None:
+    async def probe(self, upstream: Upstream, arm: Arm) -> None:
         """Ask one engine whether it is ready; on its first yes, what it serves and how much at once."""
-        headers = {"authorization": f"Bearer {arm.api_key}"} if arm.api_key else {}
-        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         problem = ""
         try:
-            async with session.get(f"{arm.url}/ready", headers=headers, timeout=timeout) as answer:
-                if answer.status != 200:
-                    problem = f"the engine is not ready (it answers {answer.status})"
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                status, _ = await _get(upstream, arm, "/ready")
+                if status != 200:
+                    problem = f"the engine is not ready (it answers {status})"
             if not problem and arm.state != "ready":
-                problem = await self._acquaint(session, arm, headers, timeout)
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    problem = await self._acquaint(upstream, arm)
+        except (TimeoutError, UpstreamError, ValueError) as error:
             problem = f"the engine cannot be reached ({type(error).__name__})"
         self._note(arm, problem)
 
-    async def _acquaint(
-        self, session: aiohttp.ClientSession, arm: Arm, headers: dict[str, str], timeout: aiohttp.ClientTimeout
-    ) -> str:
+    async def _acquaint(self, upstream: Upstream, arm: Arm) -> str:
         """Learn what the engine is. Returns what speaks against it."""
-        async with session.get(f"{arm.url}/server_info", headers=headers, timeout=timeout) as answer:
-            if answer.status in (401, 403):
-                return f"the engine refuses our key ({answer.status}): correct engine_keys_file"
-            said = await answer.json(content_type=None, loads=orjson.loads) if answer.status == 200 else {}
+        status, body = await _get(upstream, arm, "/server_info")
+        if status in (401, 403):
+            return f"the engine refuses our key ({status}): correct engine_keys_file"
+        said = orjson.loads(body) if status == 200 else {}
         found = said if isinstance(said, dict) else {}
         served = found.get("served_model_name")
         if served is not None and served != arm.served_name:
@@ -145,6 +143,14 @@ class RemoteArm:
             capacity=pattern.capacity if self.fixed_capacity else None,
             weight=next(iter(self.members.values())).weight,
         )
+
+
+async def _get(upstream: Upstream, arm: Arm, path: str) -> tuple[int, bytes]:
+    """An answer's status and body. Raises UpstreamError."""
+    headers = {"authorization": f"Bearer {arm.api_key}"} if arm.api_key else {}
+    with await upstream.ask("GET", arm.url, path, headers) as answer:
+        await answer.head()
+        return answer.status, await answer.read()
 
 
 def capacity_of(info: dict[str, object]) -> int | None:

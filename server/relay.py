@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection
 from time import perf_counter
 
-import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
@@ -24,11 +23,11 @@ from server.exchange import Exchange, authorization
 from server.logs import log_answered, log_refused, requests
 from server.metrics import Metrics
 from server.tracing import Tracing
+from server.upstream import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 5.0
-ENGINE_KEEPALIVE_S = 3.0  # SGLang closes an idle connection after 5 s: never reuse one that it may be closing
 TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 TRACE_STATE = re.compile(rb"[ -~]{1,512}")
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -49,13 +48,7 @@ class Relay:
 
     async def open(self) -> None:
         """Open the connections' pool in the running loop."""
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.gateway.connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"content-type": "application/json", "accept-encoding": "identity"},
-            auto_decompress=False,
-        )
+        self.upstream = Upstream(self.gateway.connect_timeout_s)
 
     async def close(self) -> None:
         """Give up what still runs, tell the engine so, and close the pool."""
@@ -65,7 +58,7 @@ class Relay:
             await asyncio.wait(tasks)
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
-        await self.session.close()
+        self.upstream.close()
 
     def stop_all(self) -> None:
         """End what still runs: each client is told."""
@@ -143,15 +136,15 @@ class Relay:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 for rid in ids:
-                    url = f"{arm.url}/abort_request"
+                    body = [orjson.dumps({"rid": rid})]
                     headers = authorization(arm.admin_key)
-                    async with self.session.post(url, data=orjson.dumps({"rid": rid}), headers=headers) as answer:
+                    with await self.upstream.post(arm.url, "/abort_request", headers, body) as answer:
                         await answer.read()
                         if answer.status != 200:
                             result = "refused"
         except TimeoutError:
             result = "timeout"
-        except (aiohttp.ClientError, OSError):
+        except UpstreamError:
             result = "failed"
         if result != "ok":
             logger.warning("arm %s: abort of request %s: %s", arm.name, ids[0], result)

@@ -208,10 +208,10 @@ class _Service:
             arms = ", ".join(self.gateway.arms.names)
             _say(f"gateway at {scheme}://{loopback_of(config.host)}:{config.port}/v1 before {arms}")
             notify("READY=1", "STATUS=serving")  # live at once: /readyz says when an engine is ready
-        session = self.gateway.relay.session
+        upstream = self.gateway.relay.upstream
         async with asyncio.TaskGroup() as group:
             for arm in self.remotes:
-                group.create_task(RemoteArm(self.gateway.arms, arm).watch(session))
+                group.create_task(RemoteArm(self.gateway.arms, arm).watch(upstream))
             while True:
                 await asyncio.sleep(KEYS_LOOK_S)
                 self.gateway.refit()  # a breaker may have become half-open

@@ -9,13 +9,13 @@ import asyncio
 import logging
 from typing import Any
 
-import aiohttp
 import orjson
 
 from server.arms import Arm
 from server.call import Call, new_rid
 from server.metrics import Metrics
 from server.sse import AnswerStream, details_of
+from server.upstream import Answer, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ class Shadow:
         self._due = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def open(self, session: aiohttp.ClientSession, metrics: Metrics) -> None:
-        """Use this session from now on."""
-        self.session = session
+    def open(self, upstream: Upstream, metrics: Metrics) -> None:
+        """Ask through `upstream` from now on."""
+        self.upstream = upstream
         self.metrics = metrics
 
     async def close(self) -> None:
@@ -64,10 +64,11 @@ class Shadow:
         headers = {"authorization": f"Bearer {self.arm.api_key}"} if self.arm.api_key else {}
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                async with self.session.post(f"{self.arm.url}{path}", data=body, headers=headers) as answer:
+                with await self.upstream.post(self.arm.url, path, headers, [body]) as answer:
+                    await answer.head()
                     details = await (_streamed(answer) if stream else _plain(answer))
                     status = answer.status
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        except (TimeoutError, UpstreamError, ValueError) as error:
             logger.warning("shadow arm %s: %r", self.arm.name, error)
             self._count("failed")
             return
@@ -80,13 +81,13 @@ class Shadow:
         self.metrics.shadow_requests.labels(self.arm.name, result).inc()
 
 
-async def _plain(answer: aiohttp.ClientResponse) -> Any:
+async def _plain(answer: Answer) -> Any:
     document = orjson.loads(await answer.read())
     return details_of(document) if isinstance(document, dict) else None
 
 
-async def _streamed(answer: aiohttp.ClientResponse) -> Any:
+async def _streamed(answer: Answer) -> Any:
     frames = AnswerStream(wants_usage=False, wants_details=False)
-    while not frames.done and (chunk := await answer.content.readany()):
+    while not frames.done and (chunk := await answer.chunk()):
         frames.feed(chunk)
     return frames.details

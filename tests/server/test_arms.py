@@ -7,7 +7,6 @@ import collections
 import time
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -16,6 +15,7 @@ from server.breaker import BREAK_AFTER, OPEN_S, TRIAL_S, Breaker, RetryBudget
 from server.call import Call
 from server.errors import ApiError
 from server.health import UNKNOWN, RemoteArm, capacity_of, drafter_of
+from server.upstream import Upstream
 from tests.server.fake_engine import API_KEY, MODEL, FakeEngine
 from tests.server.test_admission import Clock
 
@@ -294,8 +294,9 @@ def test_who_waits_outlives_a_name_that_gets_other_addresses(gateways: Any, fake
     remote.members = {gateway.core.arms.members[0].url: gateway.core.arms.members[0]}
 
     async def look() -> None:
-        async with aiohttp.ClientSession() as session:
-            await remote.refresh(lambda each: remote.probe(session, each))
+        upstream = Upstream(connect_timeout_s=5.0)
+        await remote.refresh(lambda each: remote.probe(upstream, each))
+        upstream.close()
 
     asyncio.run(look())
     assert {each.url for each in gateway.core.arms.members} == {fake.url, other}
@@ -340,8 +341,9 @@ def test_an_engine_that_talks_nonsense_to_a_probe_is_not_ready(fake: FakeEngine,
         try:
             arms = Arms([arm("far", url=lying.url)])
             arms.members[0].state = "starting"
-            async with aiohttp.ClientSession() as session:
-                await RemoteArm(arms, arms.members[0]).probe(session, arms.members[0])
+            upstream = Upstream(connect_timeout_s=5.0)
+            await RemoteArm(arms, arms.members[0]).probe(upstream, arms.members[0])
+            upstream.close()
             assert arms.members[0].state == "starting" and "DecodeError" in arms.members[0].detail
         finally:
             lying.stop()
@@ -370,15 +372,16 @@ def test_probes_find_out_who_answers(fake: FakeEngine) -> None:
         remote = RemoteArm(arms, far)
         changes: list[str] = []
         arms.on_change = lambda: changes.append(far.state)
-        async with aiohttp.ClientSession() as session:
-            await remote.probe(session, far)
-            assert changes == ["ready"]
-            await asyncio.to_thread(fake.stop_listening)
-            for _ in range(2):
-                await remote.probe(session, far)
-                assert far.state == "ready"
-            await remote.probe(session, far)
-            assert far.state == "down" and "cannot be reached" in far.detail
+        upstream = Upstream(connect_timeout_s=5.0)
+        await remote.probe(upstream, far)
+        assert changes == ["ready"]
+        await asyncio.to_thread(fake.stop_listening)
+        for _ in range(2):
+            await remote.probe(upstream, far)
+            assert far.state == "ready"
+        await remote.probe(upstream, far)
+        assert far.state == "down" and "cannot be reached" in far.detail
+        upstream.close()
         assert changes == ["ready", "down"]
 
     asyncio.run(test())
