@@ -57,7 +57,9 @@ class Runs:
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.file = out / "runs.jsonl"
-        lines = self.file.read_text("utf-8").split("\n")[:-1] if self.file.exists() else []  # one without its end is cut
+        lines = (
+            self.file.read_text("utf-8").split("\n")[:-1] if self.file.exists() else []
+        )  # one without its end is cut
         try:
             first, *rest = [json.loads(line) for line in lines] or [None]
             self.found: list[dict[str, Any]] = rest
@@ -157,7 +159,9 @@ def words(found: dict[str, Any]) -> str:
     ]
     verdict = "as good" if found["as_good"] else "lower"
     spread = found["sides"]["speculators"]["spread"]
-    return "\n".join([*lines, f"{verdict}: {found['difference']:+.3f}, the spread of speculators' seeds is {spread:.3f}"])
+    return "\n".join(
+        [*lines, f"{verdict}: {found['difference']:+.3f}, the spread of speculators' seeds is {spread:.3f}"]
+    )
 
 
 def parser() -> argparse.ArgumentParser:

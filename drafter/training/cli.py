@@ -240,8 +240,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             check_vocab(model.vocab, a.parent, a.vocab, a.target)
     else:
         model = new_drafter(config, vocab, target, a.seed)
-    with ranks.first():  # it labels the documents, the others read its labels
-        documents = Documents(shards, target, a.held_share, a.max_length, a.out, ranks.device)
+    documents = Documents(shards, target, a.held_share, a.max_length, a.out, ranks)
     fresh = not (a.out / "checkpoint.safetensors").exists()
     before = a.out / "before.json"  # what a run that is resumed knows no more
     if fresh:

@@ -360,13 +360,17 @@ class Run:
 
 @contextmanager
 def stopped() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets, so that a step is ended first; a second one strikes at once."""
+    """An event that Ctrl-C or SIGTERM sets, so that a step is ended first; a second Ctrl-C strikes at once.
+
+    A second SIGTERM does not: what ends a job tells each of its processes, and torchrun tells its own once more.
+    """
     asked = threading.Event()
     before: dict[int, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.set()
-        signal.signal(number, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
     if threading.current_thread() is threading.main_thread():
         for asking in (signal.SIGINT, signal.SIGTERM):
