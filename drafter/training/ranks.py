@@ -24,8 +24,6 @@ from tqdm import tqdm
 from drafter.settings import read_settings
 
 WAIT = timedelta(hours=2)  # for the slowest disk, or the first rank's checks; torchrun notices a rank that ends
-    hours=2
-)  # for the slowest rank's disk, or the first one's checks; one that ends is noticed by torchrun
 
 
 @dataclass(frozen=True)
