@@ -80,9 +80,9 @@ class Documents:
         """The target's greedy choice after every position of every document, int32 [all tokens]."""
         key = hashlib.sha256(self.shards.data_hash.encode() + target.head_VH.view(torch.uint8).numpy().tobytes())
         file = cache / f"teacher-{key.hexdigest()[:12]}.npy"
-        ranks, known = self.ranks, file.exists()
-        if ranks.decided(known)[0]:
-            found: np.ndarray = np.load(file, mmap_mode="r")
+        ranks, found = self.ranks, _labels(file, int(self._start[-1]))
+        if not ranks.any(found is None):
+            assert found is not None
             return found
         best, head_VH = np.zeros(self._start[-1], np.int32), target.head_VH.to(ranks.device)
         mine = range(ranks.rank, len(self.shards), ranks.world)
@@ -147,6 +147,15 @@ class Documents:
                     room = batch_tokens - self.length(index)
                 batches[-1].append(index)
         return [batches[int(i)] for i in random.permutation(len(batches))]
+
+
+def _labels(file: Path, count: int) -> np.ndarray | None:
+    """The labels that an earlier run left, int32 [count]; None where there are none, or something else."""
+    try:
+        found: np.ndarray = np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.dtype == np.int32 and found.shape == (count,) else None
 
 
 def split_fraction(document: Document) -> float:
