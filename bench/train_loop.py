@@ -46,7 +46,7 @@ class Side:
         self.target = load_target(folder / "target")
         self.vocab = DraftVocab.load(folder / "vocab.safetensors")
         shards = open_shards(folder / "shards")
-        self.documents = Documents(shards, self.target, 0.5, 1 << 20, folder, self.device)
+        self.documents = Documents(shards, self.target, 0.5, 1 << 20, folder, Ranks(self.device))
         self.layer_ids: list[int] = shards.manifest["layer_ids"]
         self.batches = self.documents.epoch(self.documents.train, int(settings["batch_tokens"]), 0, 0)
 

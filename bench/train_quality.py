@@ -34,8 +34,8 @@ examples:
   python -m tests.answers --out runs/tiny && python -m bench.train_quality --data runs/tiny --out runs/quality
 
 --data holds target (the target's folder), vocab.safetensors, shards (to learn from) and held (captured greedy answers
-of other prompts, with the tokens past them that `evaluate` asks for). Each run that has ended stays in --out: the same
-command goes on where it was stopped.
+of other prompts, with the tokens past them that `evaluate` asks for). Each run that has ended is kept in --out: the
+same command goes on where it was stopped.
 Both sides have the same batches, steps, AdamW, rate and clip; each has its own start, loss and model. speculators' is
 Eagle3DraftModel in the form that SGLang serves, with as many parameters; it is not speculators' own trainer.
 as good: the mean of this project's seeds is no lower than that of speculators' less the spread (largest less smallest)
@@ -57,7 +57,8 @@ class Runs:
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.file = out / "runs.jsonl"
-        lines = self.file.read_text("utf-8").split("\n")[:-1] if self.file.exists() else []  # a cut one is none
+        text = self.file.read_text("utf-8") if self.file.exists() else ""
+        lines = text.split("\n")[:-1]  # one without its end was cut
         try:
             first, *rest = [json.loads(line) for line in lines] or [None]
             self.found: list[dict[str, Any]] = rest
@@ -121,8 +122,8 @@ def measure(args: argparse.Namespace, runs: Runs, settings: dict[str, Any]) -> I
 def describe(run: dict[str, Any]) -> str:
     """One run in words."""
     return (
-        f"{run['side']}, rate {run['lr']:g}, seed {run['seed']}: accepts {run['acceptance_length']:.3f} after "
-        f"{run['tokens']:,} tokens, {run['cpu_seconds']:.0f} s of CPU"
+        f"{run['side']}, rate {run['lr']:g}, seed {run['seed']}: acceptance length {run['acceptance_length']:.3f} "
+        f"after {run['tokens']:,} tokens, {run['cpu_seconds']:.0f} s of CPU"
     )
 
 
@@ -155,9 +156,9 @@ def words(found: dict[str, Any]) -> str:
         f"{', '.join(f'{x:.3f}' for x in each['by_seed'])}"
         for side, each in found["sides"].items()
     ]
-    verdict = "as good" if found["as_good"] else "lower"
-    spread = found["sides"]["speculators"]["spread"]
-    return "\n".join([*lines, f"{verdict}: {found['difference']:+.3f}, spread of speculators' seeds {spread:.3f}"])
+    verdict, spread = "as good" if found["as_good"] else "lower", found["sides"]["speculators"]["spread"]
+    lines.append(f"{verdict}: {found['difference']:+.3f}, the spread of speculators' seeds is {spread:.3f}")
+    return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ class Settings:
     capture_dir: set on an engine process alone, by `python -m server engine --capture`.
     log: one of debug, info, warning, error.
     notify_socket: set by systemd for a unit of Type=notify.
+    local_world: set by torchrun, the processes that it started on this machine.
     """
 
     home: Path
@@ -27,6 +28,7 @@ class Settings:
     capture_dir: Path | None
     log: str
     notify_socket: str | None = None
+    local_world: int = 1
 
     @property
     def models(self) -> Path:
@@ -64,4 +66,5 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         capture_dir=path("EYAS_CAPTURE_DIR"),
         log=log,
         notify_socket=env.get("NOTIFY_SOCKET") or None,
+        local_world=int(env.get("LOCAL_WORLD_SIZE") or 1),
     )

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from drafter.data.shards import Document, ShardFolder
 from drafter.training.batch import Batch, to_torch
 from drafter.training.errors import TrainingError
+from drafter.training.ranks import Ranks
 from drafter.training.target import Target, best_tokens
 
 WINDOW = 16  # batches' worth of documents that are sorted by length together
@@ -39,12 +40,12 @@ class Documents:
         held_share: float,
         max_length: int,
         cache: Path,
-        device: torch.device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Reads every document once, or the labels that an earlier run left in the folder `cache`.
 
-        Hidden states are read by document, when they are asked for, through a memory map. `device`: where the labels
-        are made (default: the CPU).
+        Hidden states are read by document, when they are asked for, through a memory map. The labels are made on the
+        device of `ranks` (default: the CPU), by each of them for its part of the documents.
         Raises TrainingError naming the document: no generated token, or a hidden state that is not finite; and where
         the split leaves either side empty.
         """
@@ -52,7 +53,8 @@ class Documents:
         self.max_length = max_length
         lengths = [len(shards.document(index).input_ids) for index in range(len(shards))]
         self._start = np.cumsum([0, *lengths])
-        self._best = self._label(target, cache, device or torch.device("cpu"))
+        self.ranks = ranks or Ranks(torch.device("cpu"))
+        self._best = self._label(target, cache)
         self.train: list[int] = []
         self.held: list[int] = []
         self.left_out = 0
@@ -74,20 +76,25 @@ class Documents:
                 f"out and {self.left_out} too short to use: capture more, or change the held-out share {held_share}."
             )
 
-    def _label(self, target: Target, cache: Path, device: torch.device) -> np.ndarray:
+    def _label(self, target: Target, cache: Path) -> np.ndarray:
         """The target's greedy choice after every position of every document, int32 [all tokens]."""
         key = hashlib.sha256(self.shards.data_hash.encode() + target.head_VH.view(torch.uint8).numpy().tobytes())
         file = cache / f"teacher-{key.hexdigest()[:12]}.npy"
-        if file.exists():
-            found: np.ndarray = np.load(file, mmap_mode="r")
-            if len(found) == self._start[-1]:
-                return found
-        best, head_VH = np.empty(self._start[-1], np.int32), target.head_VH.to(device)
-        for index in tqdm(range(len(self.shards)), "reading the target's choices", disable=None, unit="document"):
+        ranks, found = self.ranks, _labels(file, int(self._start[-1]))
+        if not ranks.any(found is None):
+            assert found is not None
+            return found
+        best, head_VH = np.zeros(self._start[-1], np.int32), target.head_VH.to(ranks.device)
+        mine = range(ranks.rank, len(self.shards), ranks.world)
+        quiet = None if ranks.leads else True
+        for index in tqdm(mine, "reading the target's choices", disable=quiet, unit="document"):
             document = self.shards.document(index)
             check_document(document, self.shards.path)
-            final_TH = to_torch(document.final_hidden).to(device)
+            final_TH = to_torch(document.final_hidden).to(ranks.device)
             best[self._start[index] : self._start[index + 1]] = best_tokens(final_TH, head_VH).cpu().numpy()
+        best = ranks.sum(torch.from_numpy(best)).numpy()
+        if not ranks.leads:
+            return best
         cache.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".tmp")
         with beside.open("wb") as stream:
@@ -140,6 +147,15 @@ class Documents:
                     room = batch_tokens - self.length(index)
                 batches[-1].append(index)
         return [batches[int(i)] for i in random.permutation(len(batches))]
+
+
+def _labels(file: Path, count: int) -> np.ndarray | None:
+    """The labels that an earlier run left, int32 [count]; None where there are none, or something else."""
+    try:
+        found: np.ndarray = np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.dtype == np.int32 and found.shape == (count,) else None
 
 
 def split_fraction(document: Document) -> float:

@@ -37,7 +37,7 @@ class Estimate:
 
     def check(self, ranks: Ranks, cap_gb: float | None, out: Path) -> None:
         """Raises TrainingError where a rank would pass the cap (default: what is free), or the disk would fill."""
-        need, cap = sum(self.memory.values()), cap_gb * 1e9 if cap_gb else free_memory(ranks.device)
+        need, cap = sum(self.memory.values()), cap_gb * 1e9 if cap_gb else free_memory(ranks)
         if need > cap:
             parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in self.memory.items())
             what = "--memory-cap says" if cap_gb else "are free"
@@ -59,11 +59,11 @@ class Estimate:
         return f"about {sum(self.memory.values()) / 1e9:.1f} GB of memory a rank, {self.disk / 1e9:.2f} GB of disk"
 
 
-def free_memory(device: torch.device) -> float:
-    """Bytes that are free on this rank's device."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)
+def free_memory(ranks: Ranks) -> float:
+    """Bytes that are free on this rank's device, or its part of what is free to all ranks of this machine."""
+    if ranks.device.type == "cuda":
+        return float(torch.cuda.mem_get_info(ranks.device)[0])
+    return float(psutil.virtual_memory().available) / ranks.beside
 
 
 def draft_size(config: Mapping[str, Any]) -> int:

@@ -75,8 +75,9 @@ def check_teacher(documents: Documents, target: Target) -> None:
     than when they are read as something else.
     """
     chosen = (documents.held + documents.train)[:TEACHER_DOCUMENTS]
-    batches = [documents.batch([index]) for index in chosen]
-    norm_H = target.norm_H.float()
+    device = documents.ranks.device
+    batches = [documents.batch([index]).to(device) for index in chosen]
+    norm_H, head_VH = target.norm_H.float().to(device), target.head_VH.to(device)
     before = "before the final norm, where they must be after it"
     final_MH = torch.cat([batch.final_TH.float() for batch in batches])
     factors = [weight_H for weight_H in (norm_H, 1 + norm_H) if weight_H.all()]  # Gemma's norms multiply by 1 + weight
@@ -98,7 +99,7 @@ def check_teacher(documents: Documents, target: Target) -> None:
     for name, reading in readings.items():
         right = rows = 0
         for batch in batches:
-            best_T = best_tokens(reading(batch.final_TH.float()), target.head_VH)[1:-2]  # no roll is felt within
+            best_T = best_tokens(reading(batch.final_TH.float()), head_VH)[1:-2]  # no roll is felt within
             counted_T = batch.generated_T[2:-1]
             right += int((best_T == batch.tokens_T[2:-1])[counted_T].sum())
             rows += int(counted_T.sum())

@@ -51,7 +51,8 @@ def fit_fc(model: Eagle3, documents: Documents, seed: int) -> float:
     fc g(i) then has the basis that norm and lm_head expect. A document's first position is left out: many targets
     park huge activations there.
     """
-    weight_H = model.norm.weight.detach().double()
+    device = documents.ranks.device
+    weight_H = model.norm.weight.detach().double().to(device)
     small_H = weight_H.abs() < 1e-3
     weight_H = torch.where(small_H, torch.full_like(weight_H, torch.inf), weight_H)  # a dead channel fits zero
 
@@ -62,7 +63,7 @@ def fit_fc(model: Eagle3, documents: Documents, seed: int) -> float:
             count += documents.length(index)
             if count >= FIT_ROWS:
                 break
-        batches = [documents.batch([index]) for index in chosen]
+        batches = [documents.batch([index]).to(device) for index in chosen]
         aux_MA = torch.cat([batch.aux_TA[1:].double() for batch in batches])
         return aux_MA, torch.cat([batch.final_TH[1:].double() for batch in batches]) / weight_H
 

@@ -7,10 +7,11 @@ nccl on GPUs. What a clock or a signal decides, the first rank decides for all.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
+from drafter.settings import read_settings
+
+WAIT = timedelta(hours=2)  # for the slowest disk, or the first rank's checks; torchrun notices a rank that ends
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """`rank` of `world` processes, on `device`; `mesh` is None for one process alone."""
+    """`rank` of `world` processes, `beside` of them on this machine, on `device`; `mesh` is None for one alone."""
 
     device: torch.device
     rank: int = 0
     world: int = 1
+    beside: int = 1
     mesh: DeviceMesh | None = None
 
     @property
@@ -76,15 +82,6 @@ class Ranks:
         mine = shares[self.rank :: self.world]
         return mine if self.mesh is not None else [share for share in mine if share]
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        """The first rank does the block before the others do it."""
-        if self.mesh is not None and not self.leads:
-            dist.barrier()
-        yield
-        if self.mesh is not None and self.leads:
-            dist.barrier()
-
     def say(self, line: str) -> None:
         """A line on stderr, beside the bar; once, not from every rank."""
         if self.leads:
@@ -92,16 +89,22 @@ class Ranks:
 
 
 def join_ranks(device: torch.device) -> Ranks:
-    """Under torchrun the group that it started, else this process alone. On GPUs each rank takes its own."""
+    """Under torchrun the group that it started, else this process alone. On GPUs each rank takes its own.
+
+    torchrun sets one thread a process where nobody has chosen; what is done on the processor before the first step
+    would then take hours, so the ranks of a machine share its cores.
+    """
     if not dist.is_torchelastic_launched():
         return Ranks(device)
     if device.type == "cuda":
         device = torch.device("cuda", dist.get_node_local_rank())
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    world = dist.get_world_size()
-    return Ranks(device, dist.get_rank(), world, init_device_mesh(device.type, (world,)))
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=WAIT)
+    world, beside = dist.get_world_size(), read_settings().local_world
+    if torch.get_num_threads() == 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // beside))
+    return Ranks(device, dist.get_rank(), world, beside, init_device_mesh(device.type, (world,)))
 
 
 def leave_ranks() -> None:

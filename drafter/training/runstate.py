@@ -37,24 +37,48 @@ class Progress:
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Written beside, synced and renamed: the file is the old one or the new one, whole."""
+    """Written beside, synced and renamed: the file is the old one or the new one, whole. Raises TrainingError."""
     beside = file.with_name(file.name + ".tmp")
-    save_file(
-        {name: x.detach().contiguous() for name, x in tensors.items()}, beside, metadata={"facts": json.dumps(facts)}
-    )
-    with beside.open("rb") as stream:
-        os.fsync(stream.fileno())
-    beside.replace(file)
+    try:
+        save_file(
+            {name: x.detach().contiguous() for name, x in tensors.items()},
+            beside,
+            metadata={"facts": json.dumps(facts)},
+        )
+        with beside.open("rb") as stream:
+            os.fsync(stream.fileno())
+        beside.replace(file)
+    except (SafetensorError, OSError) as error:
+        beside.unlink(missing_ok=True)
+        raise TrainingError(
+            f"{file} could not be written ({error}): make room or mend the disk, and run the same command again; it "
+            "goes on from the checkpoint before."
+        ) from None
 
 
 def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save_tensors` wrote. Raises TrainingError where it is broken."""
+    """What `save_tensors` wrote. Raises TrainingError where it is broken or not there."""
     try:
         with safe_open(file, framework="pt") as found:
             facts: dict[str, Any] = json.loads(found.metadata()["facts"])
             return {name: found.get_tensor(name) for name in found.keys()}, facts  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise TrainingError(f"{file} is no checkpoint ({error}): remove it to start the run anew.") from None
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise _broken(file, error) from None
+
+
+def check_tensors(file: Path) -> None:
+    """Raises TrainingError where `load_tensors` would find no whole file. Nothing but its header is read."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise _broken(file, error) from None
+
+
+def _broken(file: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"{file} is no checkpoint ({error}): put it back, or remove {file.parent} to start the run anew."
+    )
 
 
 def save_run(

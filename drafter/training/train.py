@@ -29,7 +29,7 @@ from drafter.training.errors import TrainingError
 from drafter.training.loss import Counts, Lesson, total_weights
 from drafter.training.model import Eagle3
 from drafter.training.ranks import Ranks, whole
-from drafter.training.runstate import Progress, load_run, load_tensors, save_run, save_tensors
+from drafter.training.runstate import Progress, check_tensors, load_run, load_tensors, save_run, save_tensors
 from drafter.training.target import Target
 
 WARM_START_FLOOR = 0.1  # full_acc_0 below which a drafter that is trained on has learnt nothing that fits
@@ -163,6 +163,7 @@ class Run:
         if self._checkpoint.exists():
             self.progress = load_run(self._checkpoint, self.model, self.optimizer, self.identity)
             if self.ranks.leads:
+                check_tensors(self.out / "best.safetensors")  # now, not when hours of training ask for it
                 self._cut_log()
             return self.evaluate()
         if self.ranks.leads:
@@ -338,10 +339,16 @@ class Run:
             self._curves.add(p.step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
     def _cut_log(self) -> None:
-        """Forget what was logged after the checkpoint: it will be logged again."""
+        """Forget what was logged after the checkpoint: it will be logged again. Raises TrainingError."""
         file = self.out / "log.jsonl"
-        lines = file.read_text("utf-8").split("\n")[:-1] if file.exists() else []  # one without its end was cut
-        kept = [line for line in lines if json.loads(line)["global_step"] <= self.progress.step]
+        text = file.read_bytes() if file.exists() else b""
+        lines = text.decode("utf-8", "replace").split("\n")[:-1]  # one without its end was cut
+        try:
+            kept = [line for line in lines if json.loads(line)["global_step"] <= self.progress.step]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{file} is no log of this run ({error!r}): remove it, and the curve begins where the run goes on."
+            ) from None
         beside = file.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         beside.replace(file)
@@ -360,13 +367,17 @@ class Run:
 
 @contextmanager
 def stopped() -> Iterator[threading.Event]:
-    """An event that Ctrl-C or SIGTERM sets, so that a step is ended first; a second one strikes at once."""
+    """An event that Ctrl-C or SIGTERM sets, so that a step is ended first; a second Ctrl-C strikes at once.
+
+    A second SIGTERM does not: what ends a job tells each of its processes, and torchrun tells its own once more.
+    """
     asked = threading.Event()
     before: dict[int, Any] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.set()
-        signal.signal(number, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
 
     if threading.current_thread() is threading.main_thread():
         for asking in (signal.SIGINT, signal.SIGTERM):

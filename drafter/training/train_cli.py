@@ -129,7 +129,7 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="draft steps one after another, or all from the start (default: for a new drafter alone)",
     )
     how.add_argument(
-        "--patience", type=int, default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
+        "--patience", type=whole(0), default=0, metavar="N", help="stop after N evaluations without gain (0: never)"
     )
     how.add_argument(
         "--accumulate",
@@ -146,7 +146,7 @@ def add_train(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="refuse a run that would take more on a rank (default: what is free)",
     )
     how.add_argument("--tensorboard", type=Path, metavar="DIR", help="write the curves for TensorBoard too")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="order of documents and first weights (0)")
+    how.add_argument("--seed", type=whole(0), default=0, metavar="N", help="order of documents and first weights (0)")
     precision = how.add_mutually_exclusive_group()
     precision.add_argument("--bf16", action="store_true", help="products in bf16, weights in fp32")
     precision.add_argument("--fp32", action="store_true", help="products in fp32 (default: the machine's faster one)")
@@ -211,8 +211,7 @@ def run_train(arguments: argparse.Namespace) -> int:
             check_vocab(model.vocab, a.parent, a.vocab, a.target)
     else:
         model = new_drafter(config, vocab, target, a.seed)
-    with ranks.first():  # it labels the documents, the others read its labels
-        documents = Documents(shards, target, a.held_share, a.max_length, a.out, ranks.device)
+    documents = Documents(shards, target, a.held_share, a.max_length, a.out, ranks)
     fresh = not (a.out / "checkpoint.safetensors").exists()
     before = a.out / "before.json"  # what a run that is resumed knows no more
     if fresh:

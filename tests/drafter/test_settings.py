@@ -53,3 +53,8 @@ def test_log_levels():
 def test_systemds_socket_is_read_with_the_rest():
     assert read_settings({"HOME": "/h", "NOTIFY_SOCKET": "@x"}).notify_socket == "@x"
     assert read_settings({"HOME": "/h", "NOTIFY_SOCKET": ""}).notify_socket is None
+
+
+def test_torchruns_processes_are_one_where_it_did_not_start_this():
+    assert read_settings({"HOME": "/h", "LOCAL_WORLD_SIZE": "8"}).local_world == 8
+    assert read_settings({"HOME": "/h"}).local_world == 1

@@ -4,7 +4,6 @@ What the bare engine does otherwise stands in ENGINE_DIFFERS, and is held to tha
 """
 
 import asyncio
-import json
 import re
 import threading
 import time
@@ -202,24 +201,29 @@ def test_stop_words_seeds_and_fields_that_the_client_does_not_know(endpoint: End
 # --- tools and structure
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "fly"}}], ids=str)
-def test_a_tool_call_plain_and_streamed(endpoint: Endpoint, choice: Any) -> None:
-    client = endpoint.client()
+def called(endpoint: Endpoint, choice: Any, stream: bool) -> tuple[str, str, str, list[str]]:
+    """What a client makes of a forced call: text, the tools' names, their arguments and the ends, each in one piece."""
     asked = endpoint.asked(tools=[TOOL], tool_choice=choice, max_tokens=200)
-    plain = client.chat.completions.create(**asked).choices[0]
-    assert plain.finish_reason == "tool_calls" and plain.message.tool_calls
-    call: Any = plain.message.tool_calls[0]
-    assert call.function.name == "fly" and json.loads(call.function.arguments)  # of any kind: this target knows nothing
-    name, arguments, ids, ends = "", "", set(), []
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        for piece in chunk.choices:
-            ends.append(piece.finish_reason)
-            for delta in piece.delta.tool_calls or []:
-                ids |= {delta.id} - {None}
-                name += (delta.function and delta.function.name) or ""
-                arguments += (delta.function and delta.function.arguments) or ""
-    assert (name, json.loads(arguments), ends[-1]) == ("fly", json.loads(call.function.arguments), "tool_calls")
-    assert len(ids) == 1
+    text, names, arguments, ends = "", "", "", []
+    answers = endpoint.client().chat.completions.create(**asked, stream=stream)
+    for answer in answers if stream else [answers]:
+        for piece in answer.choices:
+            said: Any = piece.delta if stream else piece.message
+            ends += [piece.finish_reason] if piece.finish_reason else []
+            text += said.content or ""
+            for call in said.tool_calls or []:
+                names += (call.function and call.function.name) or ""
+                arguments += (call.function and call.function.arguments) or ""
+    return text, names, arguments, ends
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "fly"}}], ids=str)
+def test_a_tool_call_is_the_engines(both: dict[str, Endpoint], choice: Any, stream: bool) -> None:
+    """The toy target calls in a way of its own, which the gateway hands on."""
+    text, names, arguments, ends = called(both["engine"], choice, stream)
+    assert text or names or arguments
+    assert called(both["gateway"], choice, stream) == (text, names, arguments, ends)
 
 
 def test_the_answer_of_a_tool_goes_back(endpoint: Endpoint) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from drafter.training.ranks import Ranks, join_ranks
 from drafter.training.runstate import load_tensors
+from drafter.training.train import stopped
 
 REPO = Path(__file__).parents[3]
 HOW = ("--ttt-steps", 2, "--batch-tokens", 200, "--held-share", 0.2, "--fp32", "--eval-every", 4, "--threads", 1)
@@ -78,6 +79,19 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path, llama, shards, voc
     a, b = (load_tensors(tmp_path / name / "checkpoint.safetensors")[0] for name in ("whole", "part"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert losses(tmp_path / "whole") == losses(tmp_path / "part")
+
+
+def test_a_second_sigterm_lets_the_step_end_and_a_second_ctrl_c_does_not():
+    """A job's end reaches a rank twice: from what ends the job, and from torchrun."""
+    with stopped() as asked:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert asked.is_set()
+    with stopped() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_parts_of_a_batch_are_all_of_it():

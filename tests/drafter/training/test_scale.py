@@ -10,7 +10,7 @@ from drafter.training import attention
 from drafter.training.attention import Layout, attend
 from drafter.training.curves import Curves
 from drafter.training.errors import TrainingError
-from drafter.training.estimate import blank, estimate
+from drafter.training.estimate import blank, estimate, free_memory
 from drafter.training.ranks import Ranks
 from tests.drafter.training.random_drafter import config, drafter
 
@@ -55,6 +55,11 @@ def test_a_cap_refuses_with_the_parts(tmp_path):
     ):
         estimate(KIMI, Kimis(), ALONE, **SIZES).check(ALONE, 20, tmp_path)
     estimate(KIMI, Kimis(), ALONE, **SIZES).check(ALONE, 500, tmp_path / "not" / "there")
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 16e9}))
+    assert [free_memory(Ranks(torch.device("cpu"), 0, 8, beside)) for beside in (1, 8)] == [16e9, 2e9]
 
 
 def test_a_full_disk_is_told_before(tmp_path, monkeypatch):
