@@ -3,8 +3,8 @@
 import argparse
 
 import pytest
-
 from drafter.training.cli import add_train
+
 from drafter.training.errors import TrainingError
 from drafter.training.runstate import save_tensors
 from tests.drafter.training.test_train import new_run
