@@ -92,7 +92,7 @@ class Documents:
             check_document(document, self.shards.path)
             final_TH = to_torch(document.final_hidden).to(ranks.device)
             best[self._start[index] : self._start[index + 1]] = best_tokens(final_TH, head_VH).cpu().numpy()
-        best = ranks.sum(torch.from_numpy(best)).numpy()
+        best[:] = ranks.sum(torch.from_numpy(best)).numpy()
         if not ranks.leads:
             return best
         cache.mkdir(parents=True, exist_ok=True)
