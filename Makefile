@@ -26,7 +26,7 @@ model: $(STAMP)
 serve: install  ## an OpenAI-compatible endpoint on 127.0.0.1:$(PORT); Ctrl-C stops everything
 	@exec $(PY) -m server serve --profile "$(PROFILE)" --port $(PORT) $(if $(DRAFTER),--drafter "$(DRAFTER)")
 
-test: install lint tiny  ## lint, and every test that a change can break, real engines included (about 20 minutes)
+test: install lint tiny  ## lint, and every test that a change can break, real engines included (half an hour or more)
 	$(PY) -m pytest -m "not slow and not peers $(NO_OPS)"
 
 test-all: install lint tiny  ## also what is slow, and the peers whose environment was made; many examples of each law

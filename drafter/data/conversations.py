@@ -123,7 +123,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of each line that is not blank. Raises ConversationError."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8") as stream:
+        with opened(path, "rt", encoding="utf-8-sig") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield number, line

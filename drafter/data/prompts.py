@@ -202,6 +202,8 @@ def _json_lines(path: Path, what: str, fix: str) -> Iterator[tuple[int, Mapping[
             raise PromptError(f"{what}, line {number} holds half of a character (\\ud800 to \\udfff): {fix}") from None
         except json.JSONDecodeError as error:
             raise PromptError(f"{what}, line {number} is not JSON ({error.msg}, column {error.colno}): {fix}") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            raise PromptError(f"{what}, line {number} is no prompt ({error}): {fix}") from None
         if not isinstance(row, dict):
             raise PromptError(f"{what}, line {number} is {_kind(row)}, expected an object: {fix}")
         yield number, row

@@ -102,7 +102,7 @@ class Transcriber:
                 add_generation_prompt=add_generation_prompt,
                 **self._words,
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise ConversationError(f"{chat.where} cannot be rendered by the target's template: {error}") from None
         return text
 
@@ -118,7 +118,12 @@ def read_chats(path: Path) -> Iterator[Chat]:
         parsed = parse_line(line, where, f"{path.stem}/{number}")
         if parsed.output_ids:
             raise ConversationError(f"{where} has output_ids, the engine's own: give the file to `capture` as it is.")
-        tools = json.loads(line).get("tools")
+        row = json.loads(line)
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ConversationError(f"{where} holds half of a character (\\ud800 to \\udfff): take it out.") from None
+        tools = row.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise ConversationError(f"{where}: 'tools' is no list.")
         for place, message in enumerate(parsed.messages):
@@ -136,6 +141,10 @@ def _as_sent(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise ConversationError(f"{where} has a part that is not text (an image?): only text can be rendered.")
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise ConversationError(
+                f'{where} has a part of type "text" without a text, expected {{"text": …}} beside it.'
+            )
         sent["content"] = " ".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise ConversationError(f"{where} has {type(content).__name__} as a content, expected text or a list of parts.")

@@ -62,6 +62,8 @@ def run_tokenize(args: argparse.Namespace) -> int:
                     ways[conversation.meta["tokens_by"]] += 1
                     tokens += len(conversation.output_ids)
                     stream.write(conversation.to_json() + "\n")
+        if not chats:
+            raise ConversationError(f"{', '.join(map(str, args.chats))}: no chat, expected one on each line.")
     found = {"chats": chats, "conversations": ways.total(), "answer_tokens": tokens, "by_content": ways["content"]}
     if args.json:
         print(json.dumps(found))

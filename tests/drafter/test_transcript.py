@@ -119,6 +119,10 @@ def test_a_template_that_begins_otherwise_leaves_the_content(
         (THINKER, [answer("hi")], "no answer of the assistant's"),
         (THINKER, [{"role": "robot", "content": "x"}, answer("hi")], "messages[0] has the role 'robot'"),
         (THINKER, [user([{"type": "image_url"}]), answer("hi")], "not text (an image?)"),
+        (THINKER, [user([{"type": "text"}]), answer("hi")], 'a part of type "text" without a text'),
+        (THINKER, [user([{"type": "text", "text": 3}]), answer("hi")], 'a part of type "text" without a text'),
+        (THINKER, [user("\ud800"), answer("hi")], "chats.jsonl:1 holds half of a character"),
+        (THINKER, [user("hi"), answer("a", note="\udfff")], "chats.jsonl:1 holds half of a character"),
         (THINKER, [user(5), answer("hi")], "has int as a content"),
         (THINKER, [user("x"), answer("", tool_calls=[{"function": {}}])], "tool call that is not in OpenAI's form"),
         (FICKLE, [user("x"), answer("y", reasoning_content="z")], "let an engine answer"),
@@ -132,6 +136,37 @@ def test_what_cannot_be_rendered(
     assert tokenize(tmp_path, template, [{"messages": messages}])[0] == 1
     shown = capsys.readouterr().err
     assert reason in shown and shown.startswith("tokenize: ") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "no chat, expected one on each line"),
+        (b"\n \n", "no chat"),
+        (b'{"messages": ' + b"[" * 100_000, "chats.jsonl:1 is no conversation"),
+        (b'{"messages": [], "id": 1' + b"0" * 5000 + b"}", "chats.jsonl:1 is no conversation"),
+        (b"\xff\xfe{\x00", "cannot be read"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "tools": [1]}',
+            ":1",
+        ),
+    ],
+)
+def test_any_bytes_in_place_of_chats(
+    tmp_path: Path, raw: bytes, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chats.jsonl").write_bytes(raw)
+    out, folder = tmp_path / "out.jsonl", target(tmp_path / "target", THINKER)
+    assert main(["tokenize", str(tmp_path / "chats.jsonl"), "--target", str(folder), "--out", str(out)]) == 1
+    shown = capsys.readouterr().err
+    assert reason in shown and shown.count("\n") == 1 and not out.exists()
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_first_chat(tmp_path: Path) -> None:
+    row = json.dumps({"messages": [user("hi"), answer("ho")]})
+    (tmp_path / "chats.jsonl").write_bytes(b"\xef\xbb\xbf" + row.encode())
+    out, folder = tmp_path / "out.jsonl", target(tmp_path / "target", THINKER)
+    assert main(["tokenize", str(tmp_path / "chats.jsonl"), "--target", str(folder), "--out", str(out)]) == 0
 
 
 def test_ids_are_unique_and_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
