@@ -3,10 +3,10 @@
 import argparse
 
 import pytest
-from drafter.training.cli import add_train
 
 from drafter.training.errors import TrainingError
 from drafter.training.runstate import save_tensors
+from drafter.training.train_cli import add_train
 from tests.drafter.training.test_train import new_run
 
 DAMAGES = {
