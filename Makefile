@@ -17,7 +17,7 @@ help:  ## this text
 
 install: $(STAMP) model  ## set-up only: .venv, pinned packages, the small model
 
-$(STAMP): requirements.lock requirements-data.lock pyproject.toml deploy/install.sh $(wildcard deploy/cpu/*.toml deploy/cpu/*.py deploy/cpu/sgl_kernel/*.py deploy/cpu/sgl_kernel/*.cpp)
+$(STAMP): requirements.lock requirements-data.lock pyproject.toml deploy/install.sh $(wildcard deploy/cpu/*.toml deploy/cpu/*.py deploy/cpu/sgl_kernel/*.py deploy/cpu/sgl_kernel/*.cpp deploy/cpu/sgl_kernel/*.h)
 	@PYTHON="$(PYTHON)" deploy/install.sh
 
 model: $(STAMP)
