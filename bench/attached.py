@@ -14,7 +14,7 @@ import httpx
 
 from server.drafters import ActiveDrafter
 from server.engine import EngineError
-from server.enginekeys import EngineKeys, read_keys
+from server.enginekeys import EngineKeys, authorization, read_keys
 from server.resolved import resolved_arguments
 
 ANSWER_TIMEOUT_S = 30.0
@@ -32,8 +32,8 @@ class Attached:
     def __init__(self, name: str, url: str, key_file: Path | None = None) -> None:
         keys = read_keys(key_file) if key_file else EngineKeys("", "")
         self.url = url.rstrip("/")
-        self.headers = _bearer(keys.api)
-        self.admin_headers = _bearer(keys.admin) or self.headers
+        self.headers = authorization(keys.api)
+        self.admin_headers = authorization(keys.admin) or self.headers
         self.drafter = ActiveDrafter(name, "NONE")
         self.served_name = ""
         self.version = ""
@@ -80,7 +80,3 @@ class Attached:
             topk=info["speculative_eagle_topk"],
             draft_tokens=info["speculative_num_draft_tokens"],
         )
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} if key else {}

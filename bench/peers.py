@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from bench.attached import Attached
+from bench.load import Endpoint, LoadError, flush
 from drafter.arguments import whole
 from drafter.data.prompts import PromptError, load_prompts
 from drafter.report import command, machine
@@ -200,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
         engine.start(lambda said: None)
         if engine.drafter.algorithm != "NONE":
             raise PeerError(f"{args.url} runs {engine.drafter.algorithm}: compare on an engine without a drafter.")
+        endpoint = Endpoint(engine.url, engine.served_name, False, engine.headers, engine.admin_headers)
         with tempfile.TemporaryDirectory(prefix="peers-") as folder:
             file = Path(folder) / "prompts.jsonl"
             load = Load(
@@ -214,8 +214,8 @@ def main(argv: list[str] | None = None) -> int:
                 key_file=args.key_file,
             )
             tools = ["eyas", *(args.peer or [name for name in TOOLS if name != "eyas"])]
-            found = measure(load, tools, args.rounds, Path(folder), lambda: _flush(engine))
-    except (PeerError, EngineError, PromptError, ValueError, OSError) as error:
+            found = measure(load, tools, args.rounds, Path(folder), lambda: flush(endpoint))
+    except (PeerError, EngineError, LoadError, PromptError, ValueError, OSError) as error:
         print(f"peers: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -227,11 +227,6 @@ def main(argv: list[str] | None = None) -> int:
         for peer, ratios in found["ratios"].items():
             print(f"{peer}: tok/s x{ratios['tokens_per_second']:.3f}, median TTFT x{ratios['ttft_ms']:.3f}")
     return 0 if found["agree"] else 1
-
-
-def _flush(engine: Attached) -> None:
-    answer = httpx.post(f"{engine.url}/flush_cache", headers=engine.admin_headers, timeout=30, trust_env=False)
-    answer.raise_for_status()
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ class KeyRing:
         """
         if self.path is None:
             return self._anyone
-        if authorization is None or authorization[:7].lower() != BEARER:
+        key = bearer(authorization)
+        if key is None:
             raise _unauthorized("no API key: send it as 'Authorization: Bearer KEY'.")
-        key = authorization[7:].strip()
         shaped = KEY.fullmatch(key)
         digest, caller = self._callers.get(shaped[1], (UNKNOWN, None)) if shaped else (UNKNOWN, None)
         if not hmac.compare_digest(hashlib.sha256(key).digest(), digest) or caller is None:

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from drafter.arguments import whole
 from drafter.settings import read_settings
 from server import check_engine, keys_cli
 from server.alone import run_engine
@@ -120,8 +121,8 @@ def parser() -> argparse.ArgumentParser:
                 metavar="NAME[=DIR]",
                 help="write into the profile which drafter NAME is: folder, revision, sha256, layer ids; repeatable",
             )
-            command.add_argument("--context", type=_count, metavar="N", help="tokens of a request to plan for")
-            command.add_argument("--requests", type=_count, metavar="N", help="requests at a time to plan for")
+            command.add_argument("--context", type=whole(), metavar="N", help="tokens of a request to plan for")
+            command.add_argument("--requests", type=whole(), metavar="N", help="requests at a time to plan for")
     text = "who may use a gateway: make, list and revoke API keys"
     keys_cli.add_arguments(commands.add_parser("keys", help=text, description=text))
     text = "whether the installed SGLang still has all that Eyas hooks, patches, asks and reads: before an upgrade"
@@ -135,12 +136,6 @@ def parser() -> argparse.ArgumentParser:
 def _port(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port, expected 1 to 65535")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
 
 

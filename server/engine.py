@@ -201,8 +201,7 @@ class Engine:
     @property
     def capacity(self) -> int | None:
         """Answers that the engine makes at once, as it says itself once it is ready."""
-        found = self.resolved.get("max_running_requests_per_dp") or self.resolved.get("max_running_requests")
-        return found if isinstance(found, int) else None
+        return self.resolved.get("capacity")
 
     def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The last lines of the engine's log that say something, scrubbed of keys."""

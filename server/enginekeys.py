@@ -51,6 +51,11 @@ def read_keys(file: Path) -> EngineKeys:
     return EngineKeys(api, admin)
 
 
+def authorization(key: str) -> dict[str, str]:
+    """The header that carries `key`, none without one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def write_new_keys(file: Path) -> None:
     """Make a file of new keys that its owner alone can read. Raises KeyFileError where there is one already."""
     try:

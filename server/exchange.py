@@ -19,6 +19,7 @@ from starlette.types import Receive, Send
 from server.admission import Ticket
 from server.arms import Arm, Outcome
 from server.call import Call
+from server.enginekeys import authorization
 from server.errors import DONE_FRAME, ApiError, Headers, engine_answered, engine_framed, reason, send_error
 from server.sse import LEAK, PIECE, AnswerStream, details_of, drop_details
 from server.upstream import Answer, Unreachable, UpstreamError
@@ -364,11 +365,6 @@ class Exchange:
             return
         self.relay.metrics.stream_errors.labels(kind).inc()
         await self._send_last(error.frame() + DONE_FRAME)
-
-
-def authorization(key: str) -> dict[str, str]:
-    """The header that carries `key`, none without one."""
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _says_nothing(choice: Any) -> bool:

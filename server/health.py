@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from server.arms import Arm, Arms
+from server.enginekeys import authorization
+from server.resolved import capacity_of
 from server.upstream import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -147,21 +149,10 @@ class RemoteArm:
 
 async def _get(upstream: Upstream, arm: Arm, path: str) -> tuple[int, bytes]:
     """An answer's status and body. Raises UpstreamError."""
-    headers = {"authorization": f"Bearer {arm.api_key}"} if arm.api_key else {}
+    headers = authorization(arm.api_key)
     with await upstream.ask("GET", arm.url, path, headers) as answer:
         await answer.head()
         return answer.status, await answer.read()
-
-
-def capacity_of(info: dict[str, object]) -> int | None:
-    """Answers at once, by an engine's /server_info; None where it does not say."""
-    states = info.get("internal_states")
-    first = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
-    each = first.get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
-    dp = info.get("dp_size")
-    if type(each) is not int or each < 1:
-        return None
-    return each * (dp if type(dp) is int and dp > 0 else 1)
 
 
 def drafter_of(info: dict[str, object]) -> str:

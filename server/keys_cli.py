@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from drafter.arguments import whole
 from drafter.settings import read_settings
 from server.auth import KeysError, add_key, read_keys, revoke_key
 from server.config import Limits
@@ -21,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("--tokens-per-minute", "tokens, of prompts and answers together, in a minute"),
         ("--max-inflight", "requests that may run at once"),
     ):
-        adding.add_argument(flag, type=_count, metavar="N", help=f"{text}, on each gateway (default: the profile's)")
+        adding.add_argument(flag, type=whole(), metavar="N", help=f"{text}, on each gateway (default: the profile's)")
     listing = verbs.add_parser("list", help="the keys, without the keys themselves")
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else")
     revoking = verbs.add_parser("revoke", help="take a key back; running gateways notice within seconds")
@@ -62,9 +63,3 @@ def _list(path: Path, as_json: bool) -> None:
     for key_id, entry in shown.items():
         limits = ", ".join(f"{name} {entry[name]}" for name in Limits.model_fields if name in entry)
         print(f"{key_id}  {entry['created']}  {entry['name']}" + (f"  ({limits})" if limits else ""))
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no limit, expected a whole number from 1")
-    return int(text)

@@ -18,8 +18,9 @@ from server.admission import Admission, Ticket
 from server.arms import Arm, Arms
 from server.call import ROUTES, Call, ClientGone, new_rid, read_body, read_call
 from server.config import GatewayTable
+from server.enginekeys import authorization
 from server.errors import ApiError, reason, send_error
-from server.exchange import Exchange, authorization
+from server.exchange import Exchange
 from server.logs import log_answered, log_refused, requests
 from server.metrics import Metrics
 from server.tracing import Tracing

@@ -30,12 +30,21 @@ def resolved_arguments(info: Mapping[str, Any]) -> dict[str, Any]:
 def ask_resolved(client: httpx.Client, url: str, headers: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """(resolved arguments, SGLang's version) of the engine at `url`. Raises httpx.HTTPError.
 
-    `max_running_requests_per_dp` among them is what one data-parallel rank runs at once.
+    `capacity` among them is what it runs at once.
     """
     answer = client.get(f"{url}/server_info", headers=dict(headers)).raise_for_status().json()
-    states = answer.get("internal_states") or [{}]
-    at_once = {"max_running_requests_per_dp": states[0].get("effective_max_running_requests_per_dp")}
-    return resolved_arguments(answer) | at_once, str(answer["version"])
+    return resolved_arguments(answer) | {"capacity": capacity_of(answer)}, str(answer["version"])
+
+
+def capacity_of(info: Mapping[str, Any]) -> int | None:
+    """Answers at once, over all data-parallel ranks, by an engine's /server_info; None where it does not say."""
+    states = info.get("internal_states")
+    first = states[0] if isinstance(states, list) and states and isinstance(states[0], dict) else {}
+    each = first.get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+    dp = info.get("dp_size")
+    if type(each) is not int or each < 1:
+        return None
+    return each * (dp if type(dp) is int and dp > 0 else 1)
 
 
 def changed_arguments(expected: Mapping[str, Any], resolved: Mapping[str, Any]) -> list[str]:

@@ -286,8 +286,8 @@ class _Service:
         return arm
 
     def _remote(self, name: str, table: ArmTable) -> Arm:
-        named = table.engine_keys_file
-        keys = read_keys(self.profile.source.parent / Path(named).expanduser()) if named else EngineKeys("", "")
+        file = beside(self.profile, table.engine_keys_file)
+        keys = read_keys(file) if file else EngineKeys("", "")
         arm = Arm(
             name,
             (table.url or "").rstrip("/"),

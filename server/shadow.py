@@ -13,6 +13,7 @@ import orjson
 
 from server.arms import Arm
 from server.call import Call, new_rid
+from server.enginekeys import authorization
 from server.metrics import Metrics
 from server.sse import AnswerStream, details_of
 from server.upstream import Answer, Upstream, UpstreamError
@@ -61,7 +62,7 @@ class Shadow:
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, path: str, body: bytes, *, stream: bool) -> None:
-        headers = {"authorization": f"Bearer {self.arm.api_key}"} if self.arm.api_key else {}
+        headers = authorization(self.arm.api_key)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 with await self.upstream.post(self.arm.url, path, headers, [body]) as answer:

@@ -14,7 +14,8 @@ from server.arms import Arm, Arms, sticky_key
 from server.breaker import BREAK_AFTER, OPEN_S, TRIAL_S, Breaker, RetryBudget
 from server.call import Call
 from server.errors import ApiError
-from server.health import UNKNOWN, RemoteArm, capacity_of, drafter_of
+from server.health import UNKNOWN, RemoteArm, drafter_of
+from server.resolved import capacity_of
 from server.upstream import Upstream
 from tests.server.fake_engine import API_KEY, MODEL, FakeEngine
 from tests.server.test_admission import Clock
